@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -110,6 +111,17 @@ class Fields {
   const Json& object_;
   std::string where_;
 };
+
+/// `compress_ratios`: a number for each backbone layer, then for draft stages.
+inline const Json& ratio_list(const Fields& f, int num_layers) {
+  const Json& list = f.array("compress_ratios");
+  require(std::ssize(list) >= num_layers, ErrorCode::bad_config,
+          "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer",
+          list.size(), num_layers);
+  require(list.size() <= kMaxLayers, ErrorCode::bad_config,
+          "config field 'compress_ratios' has {} entries; at most {} are allowed", list.size(), kMaxLayers);
+  return list;
+}
 
 /// Reads both rotations, from "rope_scaling" or "rope_parameters".
 void read_ropes(const Fields& f, ModelConfig& config);

@@ -28,12 +28,7 @@ std::vector<int> read_layer_ids(const Fields& f, const char* name) {
 }
 
 void read_ratios(const Fields& f, ModelConfig& config) {
-  const Json& list = f.array("compress_ratios");
-  require(std::ssize(list) >= config.num_layers, ErrorCode::bad_config,
-          "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer",
-          list.size(), config.num_layers);
-  require(list.size() <= kMaxLayers, ErrorCode::bad_config,
-          "config field 'compress_ratios' has {} entries; at most {} are allowed", list.size(), kMaxLayers);
+  const Json& list = ratio_list(f, config.num_layers);
   for (std::size_t i = 0; i < list.size(); ++i) {
     const Json& value = list[i];
     require(value.is_number_integer() && (value == 0 || value == 1 || value == 2), ErrorCode::bad_config,
