@@ -83,7 +83,7 @@ def topk_peers(bench, data):
     torch, found, missing = bench.torch, [], []
     lens, tokens = data.visible, data.tokens
     names = (("topk_transform_ragged_v2", "top_k_per_row_prefill") if data.is_chunk else
-             ("topk_transform_512_v2", "deepseek_v4_topk_transform_512", "top_k_per_row_decode"))
+             ("topk_transform_512_v2", "topk_transform_512", "top_k_per_row_decode"))
     for name in names:
         peer = bench.peers[name]
         if peer.call is None:
@@ -99,7 +99,7 @@ def topk_peers(bench, data):
             select = lambda logits, out, call=peer.call, plan=plan: call(logits, lens, None, out, data.rows, plan)
         elif name == "topk_transform_ragged_v2":
             select = lambda logits, out, call=peer.call, z=zeros: call(logits, lens, out_offsets=z, out_indices=out)
-        elif name == "deepseek_v4_topk_transform_512":
+        elif name == "topk_transform_512":
             scratch = torch.empty_like(data.out)
             select = lambda logits, out, call=peer.call, s=scratch: call(logits, lens, data.launch(0)["table"], s,
                                                                          data.rows, out)

@@ -18,7 +18,7 @@ WANTED = {
     "fp8_mqa_logits": ("deep_gemm", "sgl_deep_gemm", "vllm.third_party.deep_gemm"),
     "topk_transform_512_v2": ("sglang.kernels.ops.attention.dsv4.topk",),
     "topk_transform_ragged_v2": ("sglang.kernels.ops.attention.dsv4.topk",),
-    "deepseek_v4_topk_transform_512": ("sgl_kernel.top_k", "sgl_kernel"),
+    "topk_transform_512": ("sglang.kernels.ops.attention.dsv4.topk",),
     "top_k_per_row_decode": ("vllm._custom_ops",),
     "top_k_per_row_prefill": ("vllm._custom_ops",),
     "cp_gather_indexer_k_quant_cache": ("vllm._custom_ops",),
