@@ -53,28 +53,6 @@ struct Shared {
 };
 static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && sizeof(Shared) <= 227 << 10);
 
-// --- queries
-
-/// Writes a lane's part of a token's queries to shared memory.
-__device__ void prepare_queries(Shared& s, const QueryPart& q, int head, int part) {
-  const int row = operand_row(head);
-  const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
-  const auto put = [&](int i, std::uint32_t pair) {
-    *reinterpret_cast<std::uint32_t*>(&s.q[part / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (part % 4)]) = pair;
-  };
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    std::uint32_t low, high;
-    half_pairs(words[i], low, high);
-    put(2 * i, low);
-    put(2 * i + 1, high);
-  }
-  if (part == 0) {
-    const float weight = fmaxf(fminf(q.weight * q.scale, kMaxWeight), -kMaxWeight);
-    s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight * (1 << kDotShift);
-  }
-}
-
 // --- products
 
 __device__ void multiply_tile(float (&d)[32], const std::uint32_t (&a)[kSteps][4], const std::uint64_t (&queries)[2]) {
@@ -97,15 +75,7 @@ __device__ __forceinline__ float score_kv_tile(std::uint32_t stage, std::uint32_
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     std::uint32_t a[kSteps][4];
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
-        const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) half_pairs(words[j], a[4 * part + j][k], a[4 * part + j][2 + k]);
-      }
+    load_fp16_keys(stage, chunk_at, half, a);
     float products[32] = {};  // costs no instruction: the first k-step does not read them
     multiply_tile(products, a, queries);
     add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
@@ -141,7 +111,7 @@ __device__ bool score_kv_tiles(Shared& s, const TokenTile& tile, const Pages& pa
   const bool holds = validation.holds(speculative);
   QueryPart query[1];
   make_queries(tile, raw, query);
-  prepare_queries(s, query[0], thread / kHeadLanes, thread % kHeadLanes);
+  put_fp16_query(s, query[0], thread / kHeadLanes, thread % kHeadLanes);
   keep(query[0], thread / kHeadLanes, thread % kHeadLanes);
 #if __CUDA_ARCH__ >= 900
   fence_async_proxy();

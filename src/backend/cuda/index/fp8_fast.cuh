@@ -102,6 +102,41 @@ __device__ inline void add_heads(const float (&d)[32], const float (&weights)[op
   }
 }
 
+/// Writes a lane's part of a token's queries to `to`: the operand in two halves of the channels, and the weights.
+template <class Queries>
+__device__ void put_fp16_query(Queries& to, const QueryPart& q, int head, int part) {
+  const int row = operand_row(head);
+  const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
+  const auto put = [&](int i, std::uint32_t pair) {
+    *reinterpret_cast<std::uint32_t*>(&to.q[part / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (part % 4)]) = pair;
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t low, high;
+    half_pairs(words[i], low, high);
+    put(2 * i, low);
+    put(2 * i + 1, high);
+  }
+  if (part == 0) {
+    const float weight = fmaxf(fminf(q.weight * q.scale, kMaxWeight), -kMaxWeight);
+    to.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight * (1 << kDotShift);
+  }
+}
+
+/// Loads a lane's part of one half of a KV tile, 64 keys, as fp16.
+__device__ inline void load_fp16_keys(std::uint32_t stage, std::uint32_t chunk_at, int half,
+                                      std::uint32_t (&a)[kMatrixSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
+      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) half_pairs(words[j], a[4 * part + j][k], a[4 * part + j][2 + k]);
+    }
+}
+
 /// Offset of the first 16-byte chunk of a lane's row of codes. Rows of a quad are 8 apart, so whether the halves of a
 /// row are swapped depends on the lane alone.
 __device__ inline std::uint32_t first_chunk(int lane) {
