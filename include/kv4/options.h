@@ -69,7 +69,8 @@ struct CacheOptions {
   std::int64_t max_context = 8192;  // tokens of the longest request
   std::int64_t num_blocks = 0;      // 0: compute_block_budget of max_requests x max_context
   int max_step_tokens = 512;        // tokens of the largest step, padding included
-  int index_tile_tokens = 128;      // tokens whose index scores index_topk's workspace holds at a time
+  int index_tile_tokens = 0;        // tokens whose index scores index_topk's workspace holds at a time; 0: as many as
+                                    // 256 MiB have room for, and at least 128
 
   PrefixOptions prefix;  // blocks and snapshots of ended requests; off unless enabled
 };

@@ -67,7 +67,7 @@ void check_options(const ModelConfig& config, const CacheOptions& o) {
   range("max_context", o.max_context, 1, config.max_positions);
   range("num_blocks", o.num_blocks, 0, (std::int64_t{1} << 31) - 1);
   range("max_step_tokens", o.max_step_tokens, 1, 1 << 24);
-  range("index_tile_tokens", o.index_tile_tokens, 1, 1 << 24);
+  range("index_tile_tokens", o.index_tile_tokens, 0, 1 << 24);
   require(o.pending_dtype == DType::f32 || o.pending_dtype == DType::bf16, ErrorCode::bad_config,
           "pending_dtype is {}; it must be f32 or bf16", to_string(o.pending_dtype));
   require(o.index_global_scale > 0.0f && o.index_global_scale <= 1e30f && o.index_global_scale >= 1e-30f,

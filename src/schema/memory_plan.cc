@@ -110,15 +110,36 @@ std::int64_t prefix_index_bytes(const CacheSchema& schema) {
          4 * (std::int64_t{schema.blocks_per_request} + 1);
 }
 
-std::int64_t index_workspace_bytes(const CacheSchema& schema) {
+namespace {
+
+/// Index workspace of one token, 0 without index keys.
+std::int64_t index_token_bytes(const CacheSchema& schema) {
   std::int64_t token = 0;
   for (const LayerCacheSchema& layer : schema.layers)
     for (const PageSchema& page : layer.pages)
       if (page.kind.role == RowRole::index_key)
         token = std::max(token, ops::index_token_bytes(std::int64_t{schema.blocks_per_request} * page.rows_per_block,
                                                        ops::kMaxIndexHeads, page.kind.width));
-  return checked_mul(token, std::min(schema.options.index_tile_tokens, schema.options.max_step_tokens),
-                     "index workspace");
+  return token;
+}
+
+}  // namespace
+
+std::int64_t default_index_tile_tokens(std::int64_t token_bytes) {
+  // Scores and top-k of a tile are two launches. On an H200 their start and end take about 10 us together; a tile of
+  // this size takes 0.5 to 1 ms.
+  constexpr std::int64_t kBytes = std::int64_t{256} << 20, kFewest = 128;
+  return std::max(kBytes / token_bytes, kFewest);
+}
+
+std::int64_t index_tile_tokens(const CacheSchema& schema) {
+  const std::int64_t asked = schema.options.index_tile_tokens, token = index_token_bytes(schema);
+  const std::int64_t tokens = asked > 0 || token == 0 ? asked : default_index_tile_tokens(token);
+  return std::min<std::int64_t>(tokens, schema.options.max_step_tokens);
+}
+
+std::int64_t index_workspace_bytes(const CacheSchema& schema) {
+  return checked_mul(index_token_bytes(schema), index_tile_tokens(schema), "index workspace");
 }
 
 std::int64_t ops::attend_workspace_bytes(std::int64_t ctas) { return kAttendCounterBytes + ctas * kAttendPartialBytes; }
@@ -207,7 +228,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
       fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   add("index workspace", 1, index_workspace_bytes(schema),
-      fmt::format("scores and queries of {} tokens", std::min(o.index_tile_tokens, o.max_step_tokens)));
+      fmt::format("scores and queries of {} tokens", index_tile_tokens(schema)));
   add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
