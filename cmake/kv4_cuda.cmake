@@ -49,6 +49,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/index/fp8.cu
   src/backend/cuda/index/fp8_raw.cu
   src/backend/cuda/index/generic.cu
+  src/backend/cuda/index/grouped.cu
   src/backend/cuda/index/mxfp4.cu
   src/backend/cuda/move/copy.cu
   src/backend/cuda/move/gather.cu

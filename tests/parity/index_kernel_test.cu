@@ -464,6 +464,21 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
       expect_chosen(&chosen[t * c_.top], c_.top, best_of(std::vector<float>(row, row + visible(tokens_[t])), c_.top));
     }
   }
+  // A fast score is the same whatever is scored beside it: tokens one by one, and in tiles of other sizes.
+  for (const bool one_by_one : {true, false}) {
+    SCOPED_TRACE(one_by_one ? "one by one" : "in small tiles");
+    ASSERT_EQ(cudaMemset(fast_scores.data(), 0xCC, fast.size() * sizeof(float)), cudaSuccess);
+    ops::IndexParams other = p;
+    other.scores = fast_scores.data();
+    if (one_by_one)
+      other.step.num_items = num_tokens;
+    else
+      other.workspace_bytes = part * std::max(1, std::min(c_.tile_tokens, num_tokens) / 3);
+    ASSERT_EQ(cuda::index_scores(other, nullptr), cudaSuccess);
+    const std::vector<float> again = fast_scores.read();
+    for (std::size_t i = 0; i < fast.size(); ++i)
+      ASSERT_EQ(codec::float_bits(again[i]), codec::float_bits(fast[i])) << "fast score " << i;
+  }
   p.mode = ScoreMode::exact;
 
   // Selection from exact scores, then scores and selection in one call: with scores in the workspace, then with scores
@@ -598,6 +613,50 @@ std::vector<Case> make_cases() {
             c.rows_per_block = 512, c.data = data, c.q = q, c.hadamard = q != DType::u8, c.top = 100;
             c.lengths = {4000, 399, 90}, c.counts = {2, 1, 3};
           });
+  // Tokens that share keys are scored in groups of 4, 8 or 16.
+  const auto add_groups = [&](const std::string& name, Format format, auto&& change) {
+    add("groups_" + name + (format == Format::fp8 ? "_fp8" : ""), [&](Case& c) {
+      c.format = format, c.top = 100, c.heads = 3, c.lengths = {4000, 399, 90}, c.counts = {37, 16, 5};
+      c.kernels = {"prepare_groups", "score_groups"};
+      change(c);
+    });
+  };
+  for (const Format format : {Format::mxfp4, Format::fp8}) {
+    add_groups("bf16", format, [](Case& c) { c.heads = 64; });
+    add_groups("f32", format, [](Case& c) { c.q = DType::f32, c.heads = 37; });
+    add_groups("encoded", format, [](Case& c) { c.q = DType::u8, c.hadamard = false, c.heads = 33; });
+    add_groups("of_4", format, [](Case& c) { c.counts = {4, 4, 4}, c.heads = 64; });
+    add_groups("of_8", format, [](Case& c) { c.counts = {9, 8, 10}, c.heads = 64; });
+    add_groups("of_many_requests", format, [](Case& c) {
+      c.heads = 5, c.top = 16;
+      c.lengths.clear(), c.counts.clear();
+      for (int i = 0; i < 60; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1 + i % 9);
+    });
+    add_groups("from_nothing", format, [](Case& c) { c.lengths = {0}, c.counts = {333}, c.top = 16; });
+    add_groups("in_tiles", format, [](Case& c) {
+      c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33;
+    });
+    add_groups("of_large_blocks", format, [](Case& c) { c.rows_per_block = 256; });
+    add_groups("at_8192_keys", format, [](Case& c) { c.lengths = {4 * 8192 - 11}, c.counts = {22}, c.top = 512; });
+    add_groups("at_32768_keys", format, [](Case& c) { c.lengths = {4 * 32768 - 10}, c.counts = {18}, c.heads = 2; });
+    add_groups("long", format, [](Case& c) {
+      c.lengths = {170000, 50000}, c.counts = {7, 3}, c.heads = 2, c.top = 512;
+    });
+    add_groups("equal", format, [](Case& c) { c.data = Data::repeated; });
+    add_groups("spread", format, [](Case& c) { c.data = Data::spread; });
+    add_groups("extreme", format, [](Case& c) { c.data = Data::extreme, c.heads = 8; });
+    add_groups("long_extreme", format, [](Case& c) { c.data = Data::extreme, c.lengths = {60000}, c.counts = {9}; });
+  }
+  add_groups("rare_edges", Format::mxfp4, [](Case& c) {
+    c.data = Data::rare_edges, c.lengths = {60000}, c.counts = {20};
+  });
+  add_groups("edges", Format::mxfp4, [](Case& c) { c.data = Data::edges, c.q = DType::u8, c.hadamard = false; });
+  add_groups("codes", Format::fp8, [](Case& c) { c.data = Data::codes, c.q = DType::u8; });
+  add_groups("out_of_range", Format::fp8,
+             [](Case& c) { c.data = Data::out_of_range, c.q = DType::u8, c.hadamard = false, c.heads = 33; });
+  add_groups("long_out_of_range", Format::fp8, [](Case& c) {
+    c.data = Data::out_of_range, c.q = DType::u8, c.hadamard = false, c.lengths = {60000}, c.counts = {9};
+  });
   add("narrow", [](Case& c) { c.width = 32, c.heads = 3, c.top = 20, c.lengths = {500}; });
   add("wide", [](Case& c) { c.width = 512, c.heads = 20, c.top = 20, c.lengths = {700}; });
   for (const Format format : {Format::nvfp4, Format::fp8, Format::bf16})
@@ -708,6 +767,12 @@ std::vector<Case> make_racecheck_cases() {
   add("fp8_long", Format::fp8, {kLong}, {"score_fp8_keys", "select_rescored_row<true>", "select_long"});
   add("fp8_four_warpgroups", Format::fp8, {2100, 399, 90}, {"score_fp8_keys", "raw_scores_of_fp8_keys"});
   cases.back().rows_per_block = 512;
+  for (const Format format : {Format::mxfp4, Format::fp8})
+    for (const int tokens : {6, 20, 40}) {  // and one of padding
+      add("groups_of_" + std::to_string(tokens) + (format == Format::fp8 ? "_fp8" : ""), format, {2100},
+          {"prepare_groups", "score_groups", "select_row"});
+      cases.back().counts = {tokens};
+    }
   return cases;
 }
 

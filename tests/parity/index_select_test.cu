@@ -105,6 +105,27 @@ TEST(IndexSelect, KernelsServeWhatTheyAreFor) {
     });
 }
 
+TEST(IndexSelect, TokensThatShareKeysAreScoredInGroups) {
+  for (const Gpu& gpu : kGpus)
+    for_each_tile([&](cuda::TokenTile tile, const testing::Message& what) {
+      tile.queries = tile.p.workspace;
+      const bool fp8 = tile.kind().page.format == Format::fp8;
+      for (const int items : {1, 2, 3, 16, tile.count}) {
+        tile.p.step.num_items = items;
+        const bool share = tile.count >= 3 * items;
+        const IndexKernel fast =
+            select_index({IndexResult::fast_scores, IndexResult::exact_scores}, tile, gpu.facts()).kernel;
+        ASSERT_EQ(fast, fp8 ? (share ? IndexKernel::fp8_groups : IndexKernel::fp8_raw)
+                            : (share ? IndexKernel::mxfp4_groups : IndexKernel::mxfp4))
+            << what << " of " << items << " requests";
+        if (share)
+          ASSERT_EQ(topk_kernel(tile, gpu.facts()),
+                    fp8 ? IndexKernel::fp8_candidate_groups : IndexKernel::mxfp4_groups)
+              << what;
+      }
+    });
+}
+
 /// Fractions of the SMs decide, not an H200's SM counts.
 TEST(IndexSelect, TheNumberOfTokensInOneLaunchFollowsTheSms) {
   std::map<int, int> most;  // tokens whose scores and selection are one launch with clusters, by number of SMs

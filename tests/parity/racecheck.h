@@ -11,7 +11,8 @@ constexpr const char* kRacecheckAttend[] = {"attend_split_kv",    "attend_persis
                                             "attend_small_batch", "attend_single_pass_window"};
 constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_keys",  "score_fp8_keys",
                                            "topk_of_fp8_keys", "select_rescored_row", "raw_scores_of_fp8_keys",
-                                           "select_row",       "select_long"};
+                                           "select_row",       "select_long",         "prepare_groups",
+                                           "score_groups"};
 constexpr const char* kRacecheckCache[] = {"decode_kernel",      "prefill_kernel", "gather_rows",
                                            "gather_chosen_rows", "expand",         "copy_bulk"};
 /// Racecheck checks shared memory only, and these kernels have none.

@@ -8,6 +8,7 @@
 #include "backend/cuda/index/grid.cuh"
 #include "backend/cuda/index/kernels.h"
 #include "backend/cuda/index/pages.cuh"
+#include "backend/cuda/index/token_groups.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/runtime/aligned.h"
 #include "backend/cuda/topk/kernels.h"
@@ -31,10 +32,22 @@ bool can_hold_maxima(const TokenTile& tile) {
          tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
 }
 
-/// The tile with room for the largest scales and, behind them, the group maxima.
-TokenTile with_rescoring(TokenTile tile) {
+/// Whether requests have several tokens, which read the same keys.
+bool shares_keys(const ops::StepDesc& step) {
+  constexpr int kFewest = 3;  // of a request; groups of two leave half of the products empty
+  return step.num_items > 0 && step.num_tokens >= kFewest * step.num_items;
+}
+
+bool fits_groups(const TokenTile& tile, const DeviceFacts& device) {
+  return tile.queries != nullptr && is_aligned(tile.queries, tile.query_stride, 16) &&
+         tile.query_stride >= kPreparedTokenBytes && shares_keys(tile.p.step) &&
+         device.num_sms <= kMaxGroupCtas && total_kv_tiles(tile) < kMaxGroupTiles && TwoWarpgroups::kStep % tile.kind().rows_per_block == 0;
+}
+
+/// The tile with room for the largest scales, behind what token groups prepare, and for the group maxima behind them.
+TokenTile with_rescoring(TokenTile tile, std::int64_t prepared_bytes = 0) {
   constexpr std::int64_t kLine = 256;
-  tile.maxima_at = (std::int64_t{sizeof(LargestScales)} + kLine - 1) / kLine * kLine;
+  tile.maxima_at = (prepared_bytes + std::int64_t{sizeof(LargestScales)} + kLine - 1) / kLine * kLine;
   tile.has_maxima = true;
   return tile;
 }
@@ -51,8 +64,16 @@ bool fits_fp8(const TokenTile& tile, const DeviceFacts&) {
          (p.q.dtype != DType::u8 || is_aligned(p.q_scale.data, p.q_scale.row_stride, 4));
 }
 
+bool fits_fp8_groups(const TokenTile& tile, const DeviceFacts& device) {
+  return fits_fp8(tile, device) && fits_groups(tile, device);
+}
+
 bool fits_fp8_rescoring(const TokenTile& tile, const DeviceFacts& device) {
   return fits_fp8(tile, device) && can_hold_maxima(with_rescoring(tile));
+}
+
+bool fits_fp8_candidate_groups(const TokenTile& tile, const DeviceFacts& device) {
+  return fits_fp8_groups(tile, device) && can_hold_maxima(with_rescoring(tile, kPreparedCandidateBytes));
 }
 
 bool fits_fp8_clusters(const TokenTile& tile, const DeviceFacts& device) {
@@ -62,6 +83,12 @@ bool fits_fp8_clusters(const TokenTile& tile, const DeviceFacts& device) {
 // In order of preference: the first kernel with a wanted result that serves a tile is the fastest.
 constexpr IndexKernelInfo kIndexKernels[] = {
     // kernel, result, format, key_bytes, max_keys, has_group_maxima, fits, launch
+    {IndexKernel::mxfp4_groups, IndexResult::exact_scores, Format::mxfp4, kWidth / 2, kAny, true, fits_groups,
+     score_mxfp4_groups},
+    {IndexKernel::fp8_groups, IndexResult::fast_scores, Format::fp8, kWidth, kAny, true, fits_fp8_groups,
+     score_fp8_groups},
+    {IndexKernel::fp8_candidate_groups, IndexResult::candidates, Format::fp8, kWidth, kAny, true,
+     fits_fp8_candidate_groups, score_fp8_candidate_groups},
     {IndexKernel::mxfp4_topk, IndexResult::topk, Format::mxfp4, kWidth / 2, kRowNumbers, false, fits_clusters,
      topk_mxfp4},
     {IndexKernel::fp8_topk, IndexResult::topk, Format::fp8, kWidth, kRowNumbers, false, fits_fp8_clusters, topk_fp8},
@@ -132,7 +159,13 @@ const IndexKernelInfo& select_before_topk(const TokenTile& tile, const DeviceFac
 
 /// The tile as `kernel` takes it if a top-k is wanted.
 TokenTile prepare_topk(TokenTile tile, const IndexKernelInfo& kernel) {
-  if (kernel.result == IndexResult::candidates) tile = with_rescoring(tile);
+  switch (kernel.kernel) {
+    case IndexKernel::mxfp4_groups:
+    case IndexKernel::fp8_groups: tile.maxima_at = kPreparedTokenBytes; break;
+    case IndexKernel::fp8_candidate_groups: tile = with_rescoring(tile, kPreparedCandidateBytes); break;
+    case IndexKernel::fp8_candidates: tile = with_rescoring(tile); break;
+    default: break;
+  }
   tile.has_maxima = kernel.has_group_maxima && can_hold_maxima(tile);
   tile.is_scored = kernel.result != IndexResult::topk;
   return tile;
@@ -151,14 +184,18 @@ cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch index_scores", true);
   if (params.step.num_tokens == 0) return cudaSuccess;
   const DeviceFacts device = device_facts();
-  if (params.mode == ScoreMode::fast) {
+  const bool is_fast = params.mode == ScoreMode::fast;
+  if (is_fast && !shares_keys(params.step)) {
     TokenTile tile = whole_step(params);
     tile.fill = true;
     const IndexKernelInfo& kernel = select_index({IndexResult::fast_scores, IndexResult::exact_scores}, tile, device);
     if (kernel.result == IndexResult::fast_scores) return kernel.launch(tile, device, stream);  // without a workspace
   }
   return for_each_tile(params, params.scores, [&](const TokenTile& tile) {
-    return select_index({IndexResult::exact_scores}, tile, device).launch(tile, device, stream);
+    const IndexKernelInfo& kernel =
+        is_fast ? select_index({IndexResult::fast_scores, IndexResult::exact_scores}, tile, device)
+                : select_index({IndexResult::exact_scores}, tile, device);
+    return kernel.launch(tile, device, stream);
   });
 }
 

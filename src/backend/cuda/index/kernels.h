@@ -19,6 +19,9 @@ enum class IndexKernel {
   fp8_candidates,  // fp8.cu: scores for a rescoring selection
   fp8_raw,         // fp8_raw.cu: fast scores for the caller or a selection
   mxfp4,           // mxfp4.cu: scores
+  mxfp4_groups,    // grouped.cu: scores, several tokens at a time
+  fp8_groups,      // grouped.cu: fast scores, several tokens at a time
+  fp8_candidate_groups,  // grouped.cu: scores for a rescoring selection, several tokens at a time
   generic,         // generic.cu: scores, two launches
 };
 
@@ -51,6 +54,9 @@ cudaError_t topk_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStrea
 cudaError_t score_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 cudaError_t score_fp8_raw(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 cudaError_t score_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_mxfp4_groups(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_fp8_candidate_groups(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_fp8_groups(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 cudaError_t score_generic(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 
 }  // namespace kv4::cuda

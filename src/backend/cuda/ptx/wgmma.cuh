@@ -144,6 +144,28 @@ __device__ void wgmma(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std::u
 #endif
 }
 
+template <MmaType kType, int kN>
+__device__ void wgmma(float (&d)[64], const std::uint32_t (&a)[4], std::uint64_t b, bool add) {
+  static_assert(kType == MmaType::e4m3 && kN == 128);
+#if KV4_WGMMA
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" KV4_64_NAMES
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1; }"
+      : KV4_64(KV4_F, d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+template <MmaType kType, int kN>
+__device__ void wgmma(std::int32_t (&d)[64], const std::uint32_t (&a)[4], std::uint64_t b, bool add) {
+  static_assert(kType == MmaType::s8 && kN == 128);
+#if KV4_WGMMA
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KV4_64_NAMES
+               "}, {%64, %65, %66, %67}, %68, p; }"
+               : KV4_64(KV4_S, d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+
 #undef KV4_SHARED_A_128
 #undef KV4_SHARED_A_64
 #undef KV4_S
