@@ -318,6 +318,7 @@ constexpr Before kBefore[] = {
 
 CacheOptions before_options(int which) {
   CacheOptions o;
+  o.index_tile_tokens = 128;  // the default then
   if (which == 1) {
     o.row_format = Format::bf16;
     o.index_format = Format::fp8;
