@@ -265,6 +265,39 @@ struct SlotList {
   const std::int32_t* slots = nullptr;  // [tokens, stride], negative: none; null: the step says which
   std::int64_t stride = 0;
   const std::int32_t* lens = nullptr;  // [tokens] how many count; null: all
+  // The lists of other engines. A list that sets any of these is `foreign`; on a GPU the generic kernel takes it.
+  static constexpr std::int32_t kAllSlots = 0x7FFFFFFF;
+  std::int32_t count = -1;             // slots of a token; -1: `stride` of them
+  std::int32_t num_slots = kAllSlots;  // of the pool; a slot from here on is none
+  // Tokens of a request share its entry of `lens`. The list of token t begins at
+  // t / tokens_per_request * request_stride + t % tokens_per_request * stride.
+  std::int32_t tokens_per_request = 1;
+  std::int64_t request_stride = 0;  // for tokens_per_request > 1
+
+  KV4_HD bool foreign() const { return count >= 0 || num_slots != kAllSlots || tokens_per_request != 1; }
+  /// How many slots of a token count.
+  KV4_HD std::int32_t length(std::int64_t token) const {
+    const std::int32_t most = count >= 0 ? count : static_cast<std::int32_t>(stride);
+    if (lens == nullptr) return most;
+    const std::int32_t given = lens[token / tokens_per_request];
+    return given < 0 ? 0 : given < most ? given : most;
+  }
+  /// Slot i of a token; negative: none.
+  KV4_HD std::int32_t slot(std::int64_t token, std::int64_t i) const {
+    const std::int64_t first = tokens_per_request == 1
+                                   ? token * stride
+                                   : token / tokens_per_request * request_stride + token % tokens_per_request * stride;
+    const std::int32_t value = slots[first + i];
+    return value < num_slots ? value : -1;
+  }
+};
+
+/// What `lse` of attend is.
+enum class LseMode : std::uint8_t {
+  all,  // log of the denominator, the sink included; -infinity without rows and sink
+  // The sink is left out; +infinity without rows (FlashMLA). A sink may be +infinity: the output is 0. On a GPU the
+  // generic kernel takes it.
+  rows,
 };
 
 /// One softmax over a query's window rows and entries, a sink in its denominator.
@@ -281,6 +314,8 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
+  LseMode lse_mode = LseMode::all;
+  float* max_logits = nullptr;  // [tokens, heads]: the largest scaled logit of a row, -infinity without rows; or null
   RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels lose the rotation of the query's position
   // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
   // it are queued one after the other.
@@ -290,6 +325,91 @@ struct AttendParams {
 
 /// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
 KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);
+
+/// Rows of a pool kept elsewhere, by physical slot: row s % rows_per_block of block s / rows_per_block.
+struct SlotRowsParams {
+  RowPlanes rows;
+  std::int32_t rows_per_block = 0;
+  std::int64_t num_slots = 0;     // of the pool; a slot outside of it names no row
+  const void* slots = nullptr;    // [num_rows] i32, or i64
+  bool has_wide_slots = false;    // they are i64
+  std::int64_t num_rows = 0;      // of `in` or `out`
+  InputDesc in;                   // write_slots: f32 or bf16 [num_rows, width]; rows without a slot are ignored
+  OutputDesc out;                 // gather_slots: f32 or bf16 [num_rows, width]; rows without a slot are zero
+  std::uint8_t* valid = nullptr;  // gather_slots: [num_rows] whether the slot names a row, or null
+
+  /// The slot of a row; negative: none.
+  KV4_HD std::int64_t slot(std::int64_t row) const {
+    const std::int64_t slot = has_wide_slots ? static_cast<const std::int64_t*>(slots)[row]
+                                             : std::int64_t{static_cast<const std::int32_t*>(slots)[row]};
+    return slot < num_slots ? slot : -1;
+  }
+};
+
+/// Keys that tokens of other engines see: token t, of request t / tokens_per_request, sees the first `visible` keys of
+/// its request, or, with `ends`, keys begins[t] to ends[t] - 1 of keys that all tokens share.
+struct KeyRanges {
+  std::int32_t num_tokens = 0;
+  std::int64_t first_token = 0;  // token t here is first_token + t of the arrays below
+  std::int32_t tokens_per_request = 1;
+  // [requests] keys that a request's last token sees, each token before it one less; or, with has_token_lens, [tokens]
+  const std::int32_t* lens = nullptr;
+  bool has_token_lens = false;
+  const std::int32_t* begins = nullptr;  // [tokens], with `ends`
+  const std::int32_t* ends = nullptr;    // [tokens] instead of lens
+  std::int32_t max_keys = 0;             // limit of all of these: what the scores and the block table have room for
+
+  KV4_HD std::int32_t clamp(std::int64_t keys) const {
+    return keys < 0 ? 0 : keys < max_keys ? static_cast<std::int32_t>(keys) : max_keys;
+  }
+  /// One past the last key that a token sees.
+  KV4_HD std::int32_t end(std::int64_t t) const {
+    const std::int64_t token = first_token + t;
+    if (ends != nullptr) return clamp(ends[token]);
+    if (has_token_lens) return clamp(lens[token]);
+    const std::int64_t request = token / tokens_per_request;
+    return clamp(std::int64_t{lens[request]} - (tokens_per_request - 1) + token % tokens_per_request);
+  }
+  /// The first key that a token sees.
+  KV4_HD std::int32_t begin(std::int64_t t) const { return ends == nullptr ? 0 : clamp(begins[first_token + t]); }
+};
+
+/// The tables that index_scores, select_topk and index_topk read, for key ranges: one StepRecord per token, with ratio
+/// 1.
+struct RangeTablesParams {
+  KeyRanges ranges;
+  StepRecord* tokens = nullptr;         // [num_tokens]
+  std::int32_t* block_table = nullptr;  // [num_blocks] 0, 1, 2, ...: shared keys are one request; or null
+  std::int32_t num_blocks = 0;
+  float* ones = nullptr;  // [kMaxIndexHeads] scales of queries that have none; or null
+
+  KV4_HD StepRecord record(std::int64_t token) const {
+    const std::int32_t each = ranges.ends != nullptr ? ranges.num_tokens : ranges.tokens_per_request;
+    StepRecord r;
+    r.row = static_cast<std::int32_t>(token / each);
+    r.position = ranges.end(token) - 1;
+    r.length = r.position;
+    r.count = 1;
+    r.first_token = static_cast<std::int32_t>(token);
+    r.read_slot = r.write_slot = r.row;
+    return r;
+  }
+};
+
+/// Scores of key ranges as other engines lay them out: logit j of a token is the score of key j, or of key begin + j.
+/// -infinity where the token sees no key.
+struct PlaceScoresParams {
+  KeyRanges ranges;
+  const float* scores = nullptr;  // [num_tokens, score_stride], score j of key j
+  std::int64_t score_stride = 0;
+  // f32 or bf16 [num_tokens, logit_stride]. `scores` itself, with its stride: only keys before a range are set.
+  OutputDesc logits;
+  std::int64_t logit_stride = 0;
+  std::int32_t num_logits = 0;  // of a token
+  bool is_compact = false;      // logit 0 is of the first key that the token sees; not in place
+
+  KV4_HD bool in_place() const { return logits.data == scores; }
+};
 
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
 struct CopyPiece {

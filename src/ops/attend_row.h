@@ -39,9 +39,13 @@ struct AttentionEnd {
 };
 
 KV4_HD AttentionEnd end_attention(Attention a, const float* sink) {
+  if (sink != nullptr && *sink == INFINITY) return {0.0f, INFINITY};
   const float factor = sink != nullptr && *sink != -INFINITY ? add_logit(a, *sink).rescale : 1.0f;
   if (a.sum == 0.0f) return {0.0f, -INFINITY};
   return {codec::quotient(factor, a.sum), a.max + logf(a.sum)};
 }
+
+/// LseMode::rows.
+KV4_HD float lse_of_rows(Attention a) { return a.sum == 0.0f ? INFINITY : a.max + logf(a.sum); }
 
 }  // namespace kv4::ops

@@ -137,6 +137,32 @@ TEST(AttendSelect, UnsupportedProblemsAreGeneric) {
   EXPECT_EQ(kernel_of(p), AttendKernel::generic);
 }
 
+TEST(AttendSelect, ForeignListsAndFlashMlaLseAreGeneric) {
+  static const std::int32_t slot = 0;
+  static float number;
+  ops::AttendParams plain = make_params(4, 1, 64);
+  plain.step.tokens = nullptr;
+  plain.window_slots = {&slot, 128, nullptr};
+  add_entries(plain, Kind::hca, 4096);
+  plain.entry_slots = {&slot, 512, &slot};
+  ASSERT_NE(kernel_of(plain), AttendKernel::generic);
+  const auto expect_generic = [&](auto change) {
+    ops::AttendParams p = plain;
+    change(p);
+    EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+    for (const cuda::AttendKernelInfo& kernel : cuda::attend_kernels())
+      for (const cuda::AttendVariant& v : kernel.variants) {
+        const AttendSplit split{kernel.kernel, v.min_kv_splits, v.channel_splits, v.cta_pair, v.heads, v.stages};
+        EXPECT_FALSE(kernel.can_run(p, split)) << kernel.name;
+      }
+  };
+  expect_generic([](ops::AttendParams& p) { p.window_slots.count = 100; });
+  expect_generic([](ops::AttendParams& p) { p.entry_slots.num_slots = 1 << 20; });
+  expect_generic([](ops::AttendParams& p) { p.entry_slots.tokens_per_request = 2; });
+  expect_generic([](ops::AttendParams& p) { p.lse_mode = ops::LseMode::rows; });
+  expect_generic([](ops::AttendParams& p) { p.max_logits = &number; });
+}
+
 TEST(AttendSelect, FewTokensAreASmallBatch) {
   ops::AttendParams p = make_params(1, 1, 64);
   EXPECT_EQ(kernel_of(p), AttendKernel::small_batch);

@@ -15,9 +15,9 @@ constexpr int kMinGroupHeads = 16;  // and at least this many, however many thre
 template <class F>
 void for_each_slot(const ops::SlotList& list, const ops::RowPlanes& rows, std::int64_t rows_per_block,
                    std::int64_t token, F&& f) {
-  const std::int64_t count = list.lens == nullptr ? list.stride : list.lens[token];
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int32_t slot = list.slots[token * list.stride + i];
+  const std::int32_t count = list.length(token);
+  for (std::int32_t i = 0; i < count; ++i) {
+    const std::int32_t slot = list.slot(token, i);
     if (slot >= 0) f(rows, slot / rows_per_block, slot % rows_per_block);
   }
 }
@@ -153,7 +153,8 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
         {width, acc, DType::f32,
          static_cast<std::uint8_t*>(p.out.data) + at * width * static_cast<std::int64_t>(element_bytes(p.out.dtype)),
          p.out.dtype});
-    if (p.lse != nullptr) p.lse[at] = end.lse;
+    if (p.lse != nullptr) p.lse[at] = p.lse_mode == ops::LseMode::all ? end.lse : ops::lse_of_rows(state);
+    if (p.max_logits != nullptr) p.max_logits[at] = state.sum == 0.0f ? -INFINITY : state.max;
   }
 }
 
