@@ -64,9 +64,10 @@ def flash_mla_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Sparse decoding: out [b, s_q, h_q, 512] bf16 and lse [b, h_q, s_q] f32, without the sink, +inf without rows."""
     if isinstance(attn_sink, bool):  # SGLang's older order: causal, descale_q, descale_k, is_fp8_kvcache, indices, ...
-        (is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-         extra_topk_length) = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-                               enable_batch_invariant or None, use_legacy or None)
+        descale_q, descale_k, is_fp8_kvcache = is_fp8_kvcache, indices, attn_sink
+        indices, attn_sink, extra_k_cache = extra_k_cache, extra_indices_in_kvcache, topk_length
+        extra_indices_in_kvcache = extra_topk_length
+        topk_length, extra_topk_length = (None if lens is False else lens for lens in (enable_batch_invariant, use_legacy))
         enable_batch_invariant = False
     elif isinstance(enable_batch_invariant, Tensor):  # vLLM's order: out is the next argument
         out, enable_batch_invariant = enable_batch_invariant, False

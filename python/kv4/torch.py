@@ -43,14 +43,14 @@ _append = _define("append(Tensor rows, Tensor(a!) cache, Tensor slots, str forma
 _gather = _define("gather(Tensor cache, Tensor slots, str format, Tensor(a!) out, Tensor(b!)? valid)")
 _index_scores = _define(
     "index_scores(Tensor q, Tensor? q_scale, Tensor cache, Tensor weights, Tensor lens, Tensor block_table, "
-    "str format, bool hadamard, str mode, Tensor(a!) workspace, Tensor(b!) logits)")
+    "str format, bool hadamard, str score_mode, Tensor(a!) logits)")
 _index_topk = _define(
     "index_topk(Tensor q, Tensor? q_scale, Tensor cache, Tensor weights, Tensor lens, Tensor block_table, "
-    "str format, bool hadamard, str mode, Tensor(a!) workspace, Tensor(b!) indices, Tensor(c!)? slots)")
-_select_topk = _define("select_topk(Tensor scores, Tensor lens, Tensor(a!) workspace, Tensor(b!) indices)")
+    "str format, bool hadamard, str score_mode, Tensor(a!) indices, Tensor(b!)? slots)")
+_select_topk = _define("select_topk(Tensor scores, Tensor lens, Tensor(a!) indices)")
 _index_scores_rows = _define(
     "index_scores_rows(Tensor q, Tensor? q_scale, Tensor keys, Tensor? key_scales, Tensor weights, Tensor begins, "
-    "Tensor ends, str format, str mode, bool is_compact, Tensor(a!) workspace, Tensor(b!) logits)")
+    "Tensor ends, str format, str score_mode, bool is_compact, Tensor(a!) logits)")
 
 _LSE_MODES = {"all": False, "rows": True}
 
@@ -132,25 +132,8 @@ def gather(
     return out
 
 
-def _key_channels(q: Tensor, format: str) -> int:
-    is_packed = format == "mxfp4" and q.dtype not in (torch.bfloat16, torch.float32)
-    return q.shape[-1] * (2 if is_packed else 1)
-
-
 def _tokens(q: Tensor) -> int:
     return q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
-
-
-def _workspace(
-    device: torch.device, tokens: int, heads: int, channels: int, keys: int, blocks: int, placed: int,
-) -> Tensor:
-    size = _calls.index_workspace_bytes(tokens, heads, channels, keys, blocks, placed)
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _table_keys(block_table: Tensor, cache: Tensor) -> int:
-    stride = block_table.stride(0) if block_table.shape[0] > 1 else block_table.shape[1]
-    return stride * cache.shape[1]
 
 
 def index_scores(
@@ -169,13 +152,9 @@ def index_scores(
     block_table  i32 [b, blocks]: pages of a request
     mode         "exact": the bits of docs/formats.md on every backend; "fast": within its error bound
     """
-    tokens = _tokens(q)
     if out is None:
-        out = torch.empty((tokens, max_keys), dtype=dtype, device=q.device)
-    placed = 0 if out.dtype == torch.float32 and out.is_contiguous() else max_keys
-    workspace = _workspace(q.device, tokens, q.shape[-2], _key_channels(q, format), _table_keys(block_table, cache), 0,
-                           placed)
-    _index_scores(q, q_scale, cache, weights, lens, block_table, format, hadamard, mode, workspace, out)
+        out = torch.empty((_tokens(q), max_keys), dtype=dtype, device=q.device)
+    _index_scores(q, q_scale, cache, weights, lens, block_table, format, hadamard, mode, out)
     return out
 
 
@@ -186,23 +165,18 @@ def index_topk(
 ) -> Tensor:
     """`index_scores` and `select_topk` in one call; the scores stay inside. slots i32 [tokens, k], if given, gets page *
     rows + row of each key, -1 filled."""
-    tokens = _tokens(q)
     if out is None:
-        out = torch.empty((tokens, k), dtype=torch.int32, device=q.device)
-    workspace = _workspace(q.device, tokens, q.shape[-2], _key_channels(q, format), _table_keys(block_table, cache), 0,
-                           0)
-    _index_topk(q, q_scale, cache, weights, lens, block_table, format, hadamard, mode, workspace, out, slots)
+        out = torch.empty((_tokens(q), k), dtype=torch.int32, device=q.device)
+    _index_topk(q, q_scale, cache, weights, lens, block_table, format, hadamard, mode, out, slots)
     return out
 
 
 def select_topk(scores: Tensor, lens: Tensor, k: int, *, out: Tensor | None = None) -> Tensor:
     """The k best of the first lens[token] scores of each row, f32 [tokens, n]: i32 [tokens, k], in no order, -1 filled.
     Of equal scores the smaller index wins; NaN is the lowest. k from 1 to 2048."""
-    tokens, columns = scores.shape
     if out is None:
-        out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
-    workspace = _workspace(scores.device, tokens, 1, 64, max(columns, 1), 0, 0)
-    _select_topk(scores, lens, workspace, out)
+        out = torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
+    _select_topk(scores, lens, out)
     return out
 
 
@@ -217,20 +191,13 @@ def index_scores_rows(
     """Index scores over keys in one piece: q [tokens, heads, channels], keys [n, bytes], key_scales [n]. A token sees keys
     begins[token] to ends[token] - 1. [tokens, n], -inf elsewhere; or, with max_keys, [tokens, max_keys] from each
     token's first key on."""
-    count, tokens = keys.shape[0], q.shape[0]
-    channels = _key_channels(q, format)
-    columns = max_keys if max_keys > 0 else count
+    count = keys.shape[0]
     if out is None:
-        out = torch.empty((tokens, columns), dtype=dtype, device=q.device)
+        out = torch.empty((q.shape[0], max_keys if max_keys > 0 else count), dtype=dtype, device=q.device)
     if keys.is_cuda and count % _KEY_PAGE != 0:
         missing = _KEY_PAGE - count % _KEY_PAGE
         keys = torch.nn.functional.pad(keys.view(torch.uint8), (0, 0, 0, missing))
         if key_scales is not None:
             key_scales = torch.nn.functional.pad(key_scales, (0, missing))
-    blocks = max(-(-count // _KEY_PAGE), 1)
-    placed = 0
-    if max_keys > 0 or out.dtype != torch.float32 or not out.is_contiguous():
-        placed = count if max_keys > 0 else min(count, out.shape[1])
-    workspace = _workspace(q.device, tokens, q.shape[-2], channels, blocks * _KEY_PAGE, blocks, placed)
-    _index_scores_rows(q, q_scale, keys, key_scales, weights, begins, ends, format, mode, max_keys > 0, workspace, out)
+    _index_scores_rows(q, q_scale, keys, key_scales, weights, begins, ends, format, mode, max_keys > 0, out)
     return out

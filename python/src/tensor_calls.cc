@@ -1,5 +1,5 @@
-// The operations on pools that the caller keeps, for kv4/torch: tensors in, tensors out, no manager. On the CPU they run
-// at once on one backend of this process; on a GPU they are queued on torch's current stream.
+// The operations on pools that the caller keeps, for kv4/torch: tensors in, tensors out, no manager. On the CPU they
+// run at once on one backend of this process; on a GPU they are queued on torch's current stream.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ using enum Element;
 struct CpuRunner {
   std::mutex mutex;
   int threads = 1;
-  std::shared_ptr<Backend> backend;  // made at the first call: threads do not survive a fork
+  std::shared_ptr<Backend> backend;  // made at the first call
 };
 CpuRunner& cpu_runner() {
   static CpuRunner runner;
@@ -91,7 +91,8 @@ Format format_of(const TensorCall& call, const char* name, const std::string& te
   const Format format = parse_format(text);
   const codec::FormatInfo& info = codec::format_info(format);
   if (!info.has_operations) call.refuse(name, text + " has no operations yet; rows can be fp8_tile64, fp8_row or bf16");
-  if (info.has_global) call.refuse(name, text + " has a scale per page, which pools of other engines have no place for");
+  if (info.has_global)
+    call.refuse(name, text + " has a scale per page, which pools of other engines have no place for");
   if (!(for_rows && info.for_rows) && !(for_keys && info.for_keys))
     call.refuse(name, text + (for_rows ? " is a format of index keys; rows can be fp8_tile64, fp8_row or bf16"
                                        : " is a format of rows; index keys can be mxfp4, fp8 or bf16"));
@@ -122,8 +123,8 @@ Pool pool_of(const TensorCall& call, const Tensor& t, Format format, RowShape sh
   const auto [payload, scale] = row_bytes(format, shape);
   const std::int64_t element = t.element_bytes(), pages = t.shape[0], rows = t.shape[1];
   if (t.element == bf16 && format != Format::bf16)
-    call.refuse(t.name, "must be uint8 or float8_e4m3fn for rows of " + std::string(to_string(format)) +
-                            "; got bfloat16");
+    call.refuse(t.name,
+                "must be uint8 or float8_e4m3fn for rows of " + std::string(to_string(format)) + "; got bfloat16");
   if (t.ndim == 4 && t.shape[2] != 1)
     call.refuse(t.name, "must have one head, [pages, rows, 1, bytes]; got " + shape_text(t));
   if (t.last() * element != payload + scale)
@@ -133,11 +134,12 @@ Pool pool_of(const TensorCall& call, const Tensor& t, Format format, RowShape sh
   if (rows < 1 || rows > kMaxInt) call.refuse(t.name, "must have 1 to 2147483647 rows in a page; got " + shape_text(t));
   const std::int64_t page_bytes = t.strides[0] * element;
   if (t.strides[t.ndim - 1] != 1 || (rows > 1 && t.strides[1] != t.last()))
-    call.refuse(t.name, "must have dense pages: strides " + std::to_string(t.last()) + " from row to row and 1 within; got " +
-                            std::to_string(t.strides[1]) + " and " + std::to_string(t.strides[t.ndim - 1]));
+    call.refuse(t.name, "must have dense pages: strides " + std::to_string(t.last()) +
+                            " from row to row and 1 within; got " + std::to_string(t.strides[1]) + " and " +
+                            std::to_string(t.strides[t.ndim - 1]));
   if (pages > 1 && page_bytes < rows * (payload + scale))
-    call.refuse(t.name, "must have pages that do not overlap: a stride of at least " +
-                            std::to_string(rows * t.last()) + "; got " + std::to_string(t.strides[0]));
+    call.refuse(t.name, "must have pages that do not overlap: a stride of at least " + std::to_string(rows * t.last()) +
+                            "; got " + std::to_string(t.strides[0]));
   Pool pool;
   pool.rows = {format, shape, {t.data, page_bytes, payload}, {t.data + rows * payload, page_bytes, scale}, {}};
   pool.rows_per_page = static_cast<std::int32_t>(rows);
@@ -313,8 +315,8 @@ ops::SlotRowsParams slot_rows(const TensorCall& call, const Tensor& pages, const
   bool same = dense.ndim == slots.ndim + 1;
   for (int d = 0; d < slots.ndim && same; ++d) same = dense.shape[d] == slots.shape[d];
   if (!same)
-    call.refuse(dense.name, "must have the shape of slots, " + shape_text(slots) + ", and channels; got " +
-                                shape_text(dense));
+    call.refuse(dense.name,
+                "must have the shape of slots, " + shape_text(slots) + ", and channels; got " + shape_text(dense));
   return p;
 }
 
@@ -350,8 +352,8 @@ void gather(nb::handle cache, nb::handle slots, const std::string& format, nb::h
 /// own. All are aligned to kLine.
 struct IndexSpace {
   static constexpr std::int64_t kLine = 256;
-  static constexpr std::int64_t kMaxBytes = 64 << 20;         // of the operation's own, if it has more than one token
-  static constexpr std::int64_t kMaxScoreBytes = 256 << 20;   // of scores to be placed, likewise
+  static constexpr std::int64_t kMaxBytes = 64 << 20;        // of the operation's own, if it has more than one token
+  static constexpr std::int64_t kMaxScoreBytes = 256 << 20;  // of scores to be placed, likewise
   std::int64_t token_bytes, tiles, score_tokens;
   std::int64_t table_at, ones_at, scores_at, space_at, bytes;
 
@@ -375,19 +377,16 @@ struct IndexSpace {
 };
 
 struct IndexTensors {
-  Tensor q, q_scale, weights, workspace;
+  Tensor q, q_scale, weights;
 };
 
 const TensorCall::Rule kQueryRule = {{bf16, f32, e4m3, u8, i8}, 3, 4};
 
-IndexTensors index_tensors(TensorCall& call, nb::handle q, nb::handle q_scale, nb::handle weights,
-                           nb::handle workspace) {
+IndexTensors index_tensors(TensorCall& call, nb::handle q, nb::handle q_scale, nb::handle weights) {
   IndexTensors t;
   t.q = call.rows(q, "q", kQueryRule, -2);
-  if (!q_scale.is_none())
-    t.q_scale = call.in(q_scale, "q_scale", {{f32, i32, u8, e8m0}, 2, 4});
+  t.q_scale = call.optional(q_scale, "q_scale", {{f32, i32, u8, e8m0}, 2, 4});
   t.weights = call.rows(weights, "weights", {{f32}, 2, 3}, -1);
-  t.workspace = call.in(workspace, "workspace", {{u8}, 1, 1});
   return t;
 }
 
@@ -417,31 +416,23 @@ RowShape fill_queries(const TensorCall& call, const IndexTensors& t, Format form
     call.refuse("q_scale", "belongs to encoded queries; q is not encoded");
   }
   if (t.weights.last() != heads || t.weights.rows(t.weights.ndim - 1) != p.step.num_tokens)
-    call.refuse("weights", "must be [" + std::to_string(p.step.num_tokens) + ", " + std::to_string(heads) +
-                               "] for q " + shape_text(t.q) + "; got " + shape_text(t.weights));
+    call.refuse("weights", "must be [" + std::to_string(p.step.num_tokens) + ", " + std::to_string(heads) + "] for q " +
+                               shape_text(t.q) + "; got " + shape_text(t.weights));
   p.weights = input(t.weights, t.weights.ndim - 1);
   return shape;
-}
-
-std::uint8_t* workspace_of(const TensorCall& call, const Tensor& workspace, std::int64_t bytes) {
-  if (workspace.shape[0] < bytes || !workspace.is_dense())
-    call.refuse("workspace", "must be dense, of at least " + std::to_string(bytes) + " bytes; got " +
-                                 shape_text(workspace));
-  if (reinterpret_cast<std::uintptr_t>(workspace.data) % 16 != 0)
-    call.refuse("workspace", "must be aligned to 16 bytes");
-  return workspace.data;
 }
 
 /// lens: [requests] or [tokens], as [requests, tokens of a request] or in one dimension.
 void fill_lens(const TensorCall& call, const Tensor& lens, const Tensor& tokens, int token_dims, ops::KeyRanges& r) {
   const bool by_request = tokens.ndim - token_dims == 2;
   const std::int64_t requests = tokens.shape[0], each = by_request ? tokens.shape[1] : 1;
-  const bool fits = lens.ndim == 1 ? lens.shape[0] == requests
-                                   : by_request && lens.shape[0] == requests && lens.shape[1] == each;
+  const bool fits =
+      lens.ndim == 1 ? lens.shape[0] == requests : by_request && lens.shape[0] == requests && lens.shape[1] == each;
   if (!fits)
-    call.refuse(lens.name, "must be [" + std::to_string(requests) + "]" +
-                               (by_request ? " or [" + std::to_string(requests) + ", " + std::to_string(each) + "]" : "") +
-                               "; got " + shape_text(lens));
+    call.refuse(lens.name,
+                "must be [" + std::to_string(requests) + "]" +
+                    (by_request ? " or [" + std::to_string(requests) + ", " + std::to_string(each) + "]" : "") +
+                    "; got " + shape_text(lens));
   r.num_tokens = static_cast<std::int32_t>(requests * each);
   r.tokens_per_request = static_cast<std::int32_t>(std::max<std::int64_t>(each, 1));
   r.lens = lens.as<std::int32_t>();
@@ -480,9 +471,7 @@ struct PagedIndex {
     p.step.blocks_per_request = static_cast<std::int32_t>(stride);
   }
 
-  std::int64_t max_entries() const {
-    return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[0].rows_per_block;
-  }
+  std::int64_t max_entries() const { return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[0].rows_per_block; }
 };
 
 /// Gives an index operation its tables in the workspace, and queues what fills them.
@@ -540,8 +529,8 @@ void score_and_place(const Runner& run, const ops::IndexParams& p, const ops::Ke
     place.ranges.first_token = first;
     place.ranges.num_tokens = static_cast<std::int32_t>(count);
     place.logits = {logits.data + first * place.logit_stride * logits.element_bytes(), dtype_of(logits)};
-    part.scores = in_place ? static_cast<float*>(place.logits.data)
-                           : reinterpret_cast<float*>(workspace + space.scores_at);
+    part.scores =
+        in_place ? static_cast<float*>(place.logits.data) : reinterpret_cast<float*>(workspace + space.scores_at);
     part.score_stride = in_place ? place.logit_stride : score_stride;
     place.scores = part.scores;
     place.score_stride = part.score_stride;
@@ -555,8 +544,8 @@ const TensorCall::Rule kLogitRule = {{f32, bf16}, 2, 2};
 
 void check_logits(const TensorCall& call, const Tensor& logits, std::int64_t tokens) {
   if (logits.shape[0] != tokens || logits.last() > kMaxInt)
-    call.refuse("logits", "must have a row for each of " + std::to_string(tokens) + " tokens; got " +
-                              shape_text(logits));
+    call.refuse("logits",
+                "must have a row for each of " + std::to_string(tokens) + " tokens; got " + shape_text(logits));
   if ((logits.last() > 1 && logits.strides[1] != 1) || (tokens > 1 && logits.strides[0] < logits.last()))
     call.refuse("logits", "must have dense rows that do not overlap");
 }
@@ -566,9 +555,9 @@ std::int64_t score_columns(std::int64_t keys) { return std::max<std::int64_t>((k
 
 void index_scores(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle weights, nb::handle lens,
                   nb::handle block_table, const std::string& format, bool hadamard, const std::string& mode,
-                  nb::handle workspace, nb::handle logits) {
+                  nb::handle logits) {
   TensorCall call("index_scores");
-  const IndexTensors t = index_tensors(call, q, q_scale, weights, workspace);
+  const IndexTensors t = index_tensors(call, q, q_scale, weights);
   const Tensor pages = call.in(cache, "cache", kPoolRule);
   const Tensor key_lens = call.rows(lens, "lens", {{i32}, 1, 2}, 0);
   const Tensor table = call.rows(block_table, "block_table", {{i32}, 2, 2}, -1);
@@ -580,7 +569,7 @@ void index_scores(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle
   const std::int64_t stride = in_place ? 0 : score_columns(out.last());
   const IndexSpace space(index.p.step.num_tokens, index.p.num_heads, index.p.layer.kinds[0].page.shape.width,
                          index.max_entries(), 0, stride);
-  std::uint8_t* const memory = workspace_of(call, t.workspace, space.bytes);
+  std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
   make_tables(run, index.ranges, space, memory, 0, index.p);
   score_and_place(run, index.p, index.ranges, space, memory, out, stride, false);
@@ -588,9 +577,9 @@ void index_scores(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle
 
 void index_topk(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle weights, nb::handle lens,
                 nb::handle block_table, const std::string& format, bool hadamard, const std::string& mode,
-                nb::handle workspace, nb::handle indices, nb::handle slots) {
+                nb::handle indices, nb::handle slots) {
   TensorCall call("index_topk");
-  const IndexTensors t = index_tensors(call, q, q_scale, weights, workspace);
+  const IndexTensors t = index_tensors(call, q, q_scale, weights);
   const Tensor pages = call.in(cache, "cache", kPoolRule);
   const Tensor key_lens = call.rows(lens, "lens", {{i32}, 1, 2}, 0);
   const Tensor table = call.rows(block_table, "block_table", {{i32}, 2, 2}, -1);
@@ -607,18 +596,17 @@ void index_topk(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle w
   index.p.indices = out.as<std::int32_t>();
   index.p.slots = out_slots.as<std::int32_t>();
   const IndexSpace space(tokens, index.p.num_heads, index.p.layer.kinds[0].page.shape.width, index.max_entries(), 0, 0);
-  std::uint8_t* const memory = workspace_of(call, t.workspace, space.bytes);
+  std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
   make_tables(run, index.ranges, space, memory, 0, index.p);
   run.run<ops::IndexParams>(&Backend::index_topk, raw::index_topk, index.p);
   call.finish();
 }
 
-void select_topk(nb::handle scores, nb::handle lens, nb::handle workspace, nb::handle indices) {
+void select_topk(nb::handle scores, nb::handle lens, nb::handle indices) {
   TensorCall call("select_topk");
   const Tensor from = call.rows(scores, "scores", {{f32}, 2, 2}, -1);
   const Tensor key_lens = call.rows(lens, "lens", {{i32}, 1, 1}, 0);
-  const Tensor space_tensor = call.in(workspace, "workspace", {{u8}, 1, 1});
   const Tensor out = call.out(indices, "indices", {{i32}, 2, 2});
   const std::int64_t tokens = from.shape[0], columns = from.last(), k = out.last();
   call.require_shape(key_lens, {tokens});
@@ -645,7 +633,7 @@ void select_topk(nb::handle scores, nb::handle lens, nb::handle workspace, nb::h
   p.top = static_cast<std::int32_t>(k);
   p.indices = out.as<std::int32_t>();
   const IndexSpace space(tokens, 1, kTail, p.step.blocks_per_request, 0, 0);
-  std::uint8_t* const memory = workspace_of(call, space_tensor, space.bytes);
+  std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
   make_tables(run, ranges, space, memory, 0, p);
   run.run<ops::IndexParams>(&Backend::select_topk, raw::select_topk, p);
@@ -654,9 +642,9 @@ void select_topk(nb::handle scores, nb::handle lens, nb::handle workspace, nb::h
 
 void index_scores_rows(nb::handle q, nb::handle q_scale, nb::handle keys, nb::handle key_scales, nb::handle weights,
                        nb::handle begins, nb::handle ends, const std::string& format, const std::string& mode,
-                       bool is_compact, nb::handle workspace, nb::handle logits) {
+                       bool is_compact, nb::handle logits) {
   TensorCall call("index_scores_rows");
-  const IndexTensors t = index_tensors(call, q, q_scale, weights, workspace);
+  const IndexTensors t = index_tensors(call, q, q_scale, weights);
   if (t.q.ndim != 3) call.refuse("q", "must be [tokens, heads, channels]; got " + shape_text(t.q));
   const Tensor from = call.in(keys, "keys", {{e4m3, u8, i8, bf16}, 2, 2});
   const Tensor scales = call.optional(key_scales, "key_scales", {{f32, i32, u8, e8m0}, 1, 3});
@@ -701,20 +689,10 @@ void index_scores_rows(nb::handle q, nb::handle q_scale, nb::handle keys, nb::ha
   const bool in_place = writes_in_place(out, is_compact);
   const std::int64_t stride = in_place ? 0 : score_columns(ranges.max_keys);
   const IndexSpace space(p.step.num_tokens, p.num_heads, shape.width, blocks * kKeyPage, blocks, stride);
-  std::uint8_t* const memory = workspace_of(call, t.workspace, space.bytes);
+  std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
   make_tables(run, ranges, space, memory, blocks, p);
   score_and_place(run, p, ranges, space, memory, out, stride, is_compact);
-}
-
-/// Bytes of the workspace of an index operation. score_columns: of scores that do not go straight into fp32 logits.
-std::int64_t index_workspace_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t width, std::int64_t max_keys,
-                                   std::int64_t table_blocks, std::int64_t placed_columns) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  for (const std::int64_t size : {tokens, heads, width, max_keys, table_blocks, placed_columns})
-    if (size < 0 || size > kMost) throw Error(ErrorCode::bad_argument, "a size of an index workspace is out of range");
-  return IndexSpace(tokens, heads, width, max_keys, table_blocks, placed_columns > 0 ? score_columns(placed_columns) : 0)
-      .bytes;
 }
 
 void set_cpu_threads(int threads) {
@@ -741,16 +719,14 @@ void bind_tensor_calls(nb::module_& m) {
             nb::arg("valid").none());
   calls.def("index_scores", index_scores, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"), nb::arg("weights"),
             nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"), nb::arg("mode"),
-            nb::arg("workspace"), nb::arg("logits"));
+            nb::arg("logits"));
   calls.def("index_topk", index_topk, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"), nb::arg("weights"),
             nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"), nb::arg("mode"),
-            nb::arg("workspace"), nb::arg("indices"), nb::arg("slots").none());
-  calls.def("select_topk", select_topk, nb::arg("scores"), nb::arg("lens"), nb::arg("workspace"), nb::arg("indices"));
+            nb::arg("indices"), nb::arg("slots").none());
+  calls.def("select_topk", select_topk, nb::arg("scores"), nb::arg("lens"), nb::arg("indices"));
   calls.def("index_scores_rows", index_scores_rows, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("keys"),
             nb::arg("key_scales").none(), nb::arg("weights"), nb::arg("begins"), nb::arg("ends"), nb::arg("format"),
-            nb::arg("mode"), nb::arg("is_compact"), nb::arg("workspace"), nb::arg("logits"));
-  calls.def("index_workspace_bytes", index_workspace_bytes, nb::arg("tokens"), nb::arg("heads"), nb::arg("width"),
-            nb::arg("max_keys"), nb::arg("table_blocks"), nb::arg("placed_columns"));
+            nb::arg("mode"), nb::arg("is_compact"), nb::arg("logits"));
   calls.def("attend_workspace_bytes", [] { return ops::attend_workspace_bytes(); });
   calls.def("set_cpu_threads", set_cpu_threads, nb::arg("threads"));
 }

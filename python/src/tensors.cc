@@ -202,7 +202,10 @@ Tensor TensorCall::read(nb::handle object, const char* name, const Rule& rule) {
   const int device = t.device.type == kCuda ? t.device.index : -1;
   if (t.device.type != kCuda && t.device.type != kCpu)
     refuse(name, "must be on the CPU or on a CUDA device; got " + place_text(t.device));
-  if (device_ == kUnknown) device_ = device;
+  if (device_ == kUnknown) {
+    device_ = device;
+    first_ = object;
+  }
   if (device_ != device)
     refuse(name, "must be on " + (on_cuda() ? "cuda:" + std::to_string(device_) : std::string("cpu")) +
                      " as the arguments before it; got " + place_text(t.device));
@@ -250,6 +253,12 @@ Tensor TensorCall::optional_out(nb::handle object, const char* name, const Rule&
 
 void TensorCall::finish() {
   for (const auto& [written, wanted] : to_finish_) wanted.attr("copy_")(written);
+}
+
+std::uint8_t* TensorCall::scratch(std::int64_t bytes) {
+  static const nb::handle type = nb::object(nb::module_::import_("torch").attr("uint8")).release();
+  held_.push_back(nb::borrow(first_).attr("new_empty")(bytes, nb::arg("dtype") = type));
+  return read(held_.back(), "scratch", {{Element::u8}, 1, 1}).data;
 }
 
 Stream TensorCall::stream() const {

@@ -1,5 +1,6 @@
-// torch's tensors in calls that must be lean: read through the C functions that torch offers to other libraries (DLPack's
-// exchange interface), without references and without a Python call per tensor. The module does not link torch.
+// torch's tensors in calls that must be lean: read through the C functions that torch offers to other libraries
+// (DLPack's exchange interface), without references and without a Python call per tensor. The module does not link
+// torch.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -73,6 +74,8 @@ class TensorCall {
   Tensor out(nb::handle object, const char* name, const Rule& rule);
   Tensor optional_out(nb::handle object, const char* name, const Rule& rule);
   void finish();
+  /// Memory for the call, where its tensors are: torch's, which a CUDA graph may capture.
+  std::uint8_t* scratch(std::int64_t bytes);
 
   bool on_cuda() const { return device_ >= 0; }
   int device() const { return device_; }
@@ -86,6 +89,7 @@ class TensorCall {
   Tensor read(nb::handle object, const char* name, const Rule& rule);
 
   const char* operation_;
+  nb::handle first_;  // a tensor of the call
   int device_ = kUnknown;
   static constexpr int kUnknown = -2;
   std::vector<nb::object> held_;                              // copies
