@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kv4 import tensor_calls as _calls
+from . import _kv4
 
 __all__ = [
     "append", "attend", "attend_bf16_rows", "attend_workspace", "gather", "index_scores", "index_scores_rows",
     "index_topk", "select_topk", "set_cpu_threads",
 ]
 
+_calls: Any = _kv4
 _library = torch.library.Library("kv4", "DEF")
 
 
 def _define(schema: str) -> Any:
-    """Registers `kv4::name` with the function of that name in tensor_calls for both backends, and a fake of it."""
+    """Registers `kv4::name` with the function of that name for both backends, and a fake of it."""
     name = schema.partition("(")[0]
     _library.define(schema + " -> ()", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    call = getattr(_calls, name)
+    call = getattr(_calls, f"_tensor_{name}")
     for backend in ("CPU", "CUDA"):
         _library.impl(name, call, backend)
     torch.library.register_fake(f"kv4::{name}", lambda *args: None, lib=_library)
@@ -63,13 +64,13 @@ def _lse_of_rows(mode: str) -> bool:
 
 def set_cpu_threads(threads: int) -> None:
     """How many threads an operator on CPU tensors uses, the caller's included; 1 at first. Results do not depend on it."""
-    _calls.set_cpu_threads(threads)
+    _calls._tensor_set_cpu_threads(threads)
 
 
 def attend_workspace(device: torch.device | str | int | None = None) -> Tensor:
     """A workspace for `attend`: with it more CTAs can share a token with a long list. Make it before a CUDA graph is
     captured. Calls that share one must be queued one after the other."""
-    return torch.zeros(_calls.attend_workspace_bytes(), dtype=torch.uint8, device=device)
+    return torch.zeros(_calls._tensor_attend_workspace_bytes(), dtype=torch.uint8, device=device)
 
 
 def attend(

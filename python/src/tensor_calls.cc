@@ -705,30 +705,30 @@ void set_cpu_threads(int threads) {
 }  // namespace
 
 void bind_tensor_calls(nb::module_& m) {
-  nb::module_ calls = m.def_submodule("tensor_calls", "The operations behind kv4.torch, which has the documents.");
-  calls.def("attend", attend, nb::arg("q"), nb::arg("cache"), nb::arg("indices"), nb::arg("lens").none(),
-            nb::arg("extra_cache").none(), nb::arg("extra_indices").none(), nb::arg("extra_lens").none(),
-            nb::arg("sink").none(), nb::arg("softmax_scale"), nb::arg("format"), nb::arg("extra_format"),
-            nb::arg("lse_of_rows"), nb::arg("workspace").none(), nb::arg("out"), nb::arg("lse").none(),
-            nb::arg("max_logits").none());
-  calls.def("attend_bf16_rows", attend_bf16_rows, nb::arg("q"), nb::arg("rows"), nb::arg("indices"),
-            nb::arg("lens").none(), nb::arg("sink").none(), nb::arg("softmax_scale"), nb::arg("lse_of_rows"),
-            nb::arg("out"), nb::arg("lse").none(), nb::arg("max_logits").none());
-  calls.def("append", append, nb::arg("rows"), nb::arg("cache"), nb::arg("slots"), nb::arg("format"));
-  calls.def("gather", gather, nb::arg("cache"), nb::arg("slots"), nb::arg("format"), nb::arg("out"),
-            nb::arg("valid").none());
-  calls.def("index_scores", index_scores, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"), nb::arg("weights"),
-            nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"), nb::arg("mode"),
-            nb::arg("logits"));
-  calls.def("index_topk", index_topk, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"), nb::arg("weights"),
-            nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"), nb::arg("mode"),
-            nb::arg("indices"), nb::arg("slots").none());
-  calls.def("select_topk", select_topk, nb::arg("scores"), nb::arg("lens"), nb::arg("indices"));
-  calls.def("index_scores_rows", index_scores_rows, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("keys"),
-            nb::arg("key_scales").none(), nb::arg("weights"), nb::arg("begins"), nb::arg("ends"), nb::arg("format"),
-            nb::arg("mode"), nb::arg("is_compact"), nb::arg("logits"));
-  calls.def("attend_workspace_bytes", [] { return ops::attend_workspace_bytes(); });
-  calls.def("set_cpu_threads", set_cpu_threads, nb::arg("threads"));
+  // Private names: kv4/torch.py has the documents.
+  m.def("_tensor_attend", attend, nb::arg("q"), nb::arg("cache"), nb::arg("indices"), nb::arg("lens").none(),
+        nb::arg("extra_cache").none(), nb::arg("extra_indices").none(), nb::arg("extra_lens").none(),
+        nb::arg("sink").none(), nb::arg("softmax_scale"), nb::arg("format"), nb::arg("extra_format"),
+        nb::arg("lse_of_rows"), nb::arg("workspace").none(), nb::arg("out"), nb::arg("lse").none(),
+        nb::arg("max_logits").none());
+  m.def("_tensor_attend_bf16_rows", attend_bf16_rows, nb::arg("q"), nb::arg("rows"), nb::arg("indices"),
+        nb::arg("lens").none(), nb::arg("sink").none(), nb::arg("softmax_scale"), nb::arg("lse_of_rows"),
+        nb::arg("out"), nb::arg("lse").none(), nb::arg("max_logits").none());
+  m.def("_tensor_append", append, nb::arg("rows"), nb::arg("cache"), nb::arg("slots"), nb::arg("format"));
+  m.def("_tensor_gather", gather, nb::arg("cache"), nb::arg("slots"), nb::arg("format"), nb::arg("out"),
+        nb::arg("valid").none());
+  m.def("_tensor_index_scores", index_scores, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"),
+        nb::arg("weights"), nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"),
+        nb::arg("mode"), nb::arg("logits"));
+  m.def("_tensor_index_topk", index_topk, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("cache"), nb::arg("weights"),
+        nb::arg("lens"), nb::arg("block_table"), nb::arg("format"), nb::arg("hadamard"), nb::arg("mode"),
+        nb::arg("indices"), nb::arg("slots").none());
+  m.def("_tensor_select_topk", select_topk, nb::arg("scores"), nb::arg("lens"), nb::arg("indices"));
+  m.def("_tensor_index_scores_rows", index_scores_rows, nb::arg("q"), nb::arg("q_scale").none(), nb::arg("keys"),
+        nb::arg("key_scales").none(), nb::arg("weights"), nb::arg("begins"), nb::arg("ends"), nb::arg("format"),
+        nb::arg("mode"), nb::arg("is_compact"), nb::arg("logits"));
+  m.def("_tensor_attend_workspace_bytes", [] { return ops::attend_workspace_bytes(); });
+  m.def("_tensor_set_cpu_threads", set_cpu_threads, nb::arg("threads"));
 }
 
 }  // namespace kv4::python

@@ -43,7 +43,7 @@ Torch load_torch() {
   constexpr const char* kAttribute = "__dlpack_c_exchange_api__";
   if (!nb::hasattr(type, kAttribute))
     throw Error(ErrorCode::bad_state, std::string("this torch is too old: its tensors have no ") + kAttribute +
-                                          "; kv4.torch needs torch 2.10 or newer");
+                                          "; kv4.torch is tested with torch 2.13");
   const nb::object capsule = type.attr(kAttribute);
   Torch torch;
   torch.tensor = reinterpret_cast<PyTypeObject*>(type.ptr());  // lives as long as torch does
