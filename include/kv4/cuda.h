@@ -58,7 +58,7 @@ KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stre
 /// It must be zero before its first use; calls leave its counters zero. Only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
-/// Encodes rows into a pool by slot. Of two rows with one slot, either may win.
+/// Encodes rows into a pool by slot. Two rows of one slot leave a mix of both there.
 KV4_API cudaError_t write_slots(const ops::SlotRowsParams& params, cudaStream_t stream);
 /// Decodes rows of a pool by slot.
 KV4_API cudaError_t gather_slots(const ops::SlotRowsParams& params, cudaStream_t stream);

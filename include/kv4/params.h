@@ -375,14 +375,27 @@ struct KeyRanges {
 };
 
 /// The tables that index_scores, select_topk and index_topk read, for key ranges: one StepRecord per token, with ratio
-/// 1.
+/// 1, and the block table, whose page ids other engines wrote.
 struct RangeTablesParams {
   KeyRanges ranges;
-  StepRecord* tokens = nullptr;         // [num_tokens]
-  std::int32_t* block_table = nullptr;  // [num_blocks] 0, 1, 2, ...: shared keys are one request; or null
-  std::int32_t num_blocks = 0;
+  StepRecord* tokens = nullptr;            // [num_tokens]
+  std::int32_t* block_table = nullptr;     // [table_rows, table_width], or null
+  const std::int32_t* page_ids = nullptr;  // [table_rows, page_id_stride] what it becomes; null: 0, 1, 2, ...
+  std::int64_t page_id_stride = 0;
+  std::int64_t num_pages = 0;  // of the pool; an id outside of it becomes page 0
+  std::int32_t table_rows = 0;
+  std::int32_t table_width = 0;
   float* ones = nullptr;  // [kMaxIndexHeads] scales of queries that have none; or null
 
+  /// Entry i of the block table.
+  KV4_HD std::int32_t page(std::int64_t i) const {
+    if (page_ids == nullptr) return static_cast<std::int32_t>(i % table_width);
+    const std::int32_t id = page_ids[i / table_width * page_id_stride + i % table_width];
+    return id >= 0 && id < num_pages ? id : 0;
+  }
+  KV4_HD std::int64_t table_entries() const {
+    return block_table == nullptr ? 0 : std::int64_t{table_rows} * table_width;
+  }
   KV4_HD StepRecord record(std::int64_t token) const {
     const std::int32_t each = ranges.ends != nullptr ? ranges.num_tokens : ranges.tokens_per_request;
     StepRecord r;

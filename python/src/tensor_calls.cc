@@ -348,7 +348,7 @@ void gather(nb::handle cache, nb::handle slots, const std::string& format, nb::h
 
 // --- index scores
 
-/// The parts of an index workspace: records, a table of pages, scales of one, scores to be placed, and the operation's
+/// The parts of an index workspace: records, a block table, scales of one, scores to be placed, and the operation's
 /// own. All are aligned to kLine.
 struct IndexSpace {
   static constexpr std::int64_t kLine = 256;
@@ -442,8 +442,7 @@ void fill_lens(const TensorCall& call, const Tensor& lens, const Tensor& tokens,
 /// Index scores over pages of a pool.
 struct PagedIndex {
   ops::IndexParams p;
-  ops::KeyRanges ranges;
-  std::int64_t table_width = 0;
+  ops::RangeTablesParams tables;
 
   PagedIndex(TensorCall& call, const IndexTensors& t, const Tensor& pages, const Tensor& lens, const Tensor& table,
              const std::string& format, bool hadamard, const std::string& mode, std::int64_t max_keys) {
@@ -452,12 +451,16 @@ struct PagedIndex {
     const Pool pool = pool_of(call, pages, of_keys, shape);
     if (table.shape[0] != t.q.shape[0])
       call.refuse("block_table", "must have a row per request of q " + shape_text(t.q) + "; got " + shape_text(table));
-    table_width = table.shape[1];
-    const std::int64_t stride = table.shape[0] > 1 ? table.strides[0] : table_width;
-    if (stride < table_width) call.refuse("block_table", "must have rows that do not overlap");
-    fill_lens(call, lens, t.q, 2, ranges);
-    const std::int64_t room = table_width * pool.rows_per_page;
-    ranges.max_keys = static_cast<std::int32_t>(std::min({max_keys, room, kMaxInt}));
+    fill_lens(call, lens, t.q, 2, tables.ranges);
+    const std::int64_t room = table.shape[1] * pool.rows_per_page;
+    if (room > kMaxInt)
+      call.refuse("block_table", "has room for more than 2147483647 keys of a request: " + shape_text(table));
+    tables.ranges.max_keys = static_cast<std::int32_t>(pool.num_slots == 0 ? 0 : std::min(max_keys, room));
+    tables.page_ids = table.as<std::int32_t>();
+    tables.page_id_stride = table.strides[0];
+    tables.num_pages = pages.shape[0];
+    tables.table_rows = static_cast<std::int32_t>(table.shape[0]);
+    tables.table_width = static_cast<std::int32_t>(table.shape[1]);
     p.kind = 0;
     p.mode = parse_score_mode(mode);
     p.layer.num_kinds = 1;
@@ -467,29 +470,24 @@ struct PagedIndex {
     kind.rows_per_block = pool.rows_per_page;
     kind.hadamard = hadamard;
     p.step.num_items = static_cast<std::int32_t>(t.q.shape[0]);
-    p.step.block_table = table.as<std::int32_t>();
-    p.step.blocks_per_request = static_cast<std::int32_t>(stride);
+    p.step.blocks_per_request = tables.table_width;
   }
 
+  std::int64_t table_entries() const { return std::int64_t{tables.table_rows} * tables.table_width; }
   std::int64_t max_entries() const { return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[0].rows_per_block; }
 };
 
 /// Gives an index operation its tables in the workspace, and queues what fills them.
-void make_tables(const Runner& run, const ops::KeyRanges& ranges, const IndexSpace& space, std::uint8_t* workspace,
-                 std::int64_t table, ops::IndexParams& p) {
-  ops::RangeTablesParams tables;
-  tables.ranges = ranges;
+void make_tables(const Runner& run, ops::RangeTablesParams& tables, const IndexSpace& space, std::uint8_t* workspace,
+                 ops::IndexParams& p) {
   tables.tokens = reinterpret_cast<ops::StepRecord*>(workspace);
-  if (table > 0) {
-    tables.block_table = reinterpret_cast<std::int32_t*>(workspace + space.table_at);
-    tables.num_blocks = static_cast<std::int32_t>(table);
-    p.step.block_table = tables.block_table;
-  }
+  if (tables.table_width > 0) tables.block_table = reinterpret_cast<std::int32_t*>(workspace + space.table_at);
   if (p.q.dtype == DType::u8 && p.q_scale.data == nullptr) {
     tables.ones = reinterpret_cast<float*>(workspace + space.ones_at);
     p.q_scale = {tables.ones, DType::u8, 0};
   }
   p.step.tokens = tables.tokens;
+  p.step.block_table = tables.block_table;
   p.workspace = workspace + space.space_at;
   p.workspace_bytes = space.tiles * space.token_bytes;
   run.run<ops::RangeTablesParams>(&Backend::make_range_tables, raw::make_range_tables, tables);
@@ -568,11 +566,11 @@ void index_scores(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle
   const bool in_place = writes_in_place(out, false);
   const std::int64_t stride = in_place ? 0 : score_columns(out.last());
   const IndexSpace space(index.p.step.num_tokens, index.p.num_heads, index.p.layer.kinds[0].page.shape.width,
-                         index.max_entries(), 0, stride);
+                         index.max_entries(), index.table_entries(), stride);
   std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
-  make_tables(run, index.ranges, space, memory, 0, index.p);
-  score_and_place(run, index.p, index.ranges, space, memory, out, stride, false);
+  make_tables(run, index.tables, space, memory, index.p);
+  score_and_place(run, index.p, index.tables.ranges, space, memory, out, stride, false);
 }
 
 void index_topk(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle weights, nb::handle lens,
@@ -595,10 +593,11 @@ void index_topk(nb::handle q, nb::handle q_scale, nb::handle cache, nb::handle w
   index.p.top = static_cast<std::int32_t>(k);
   index.p.indices = out.as<std::int32_t>();
   index.p.slots = out_slots.as<std::int32_t>();
-  const IndexSpace space(tokens, index.p.num_heads, index.p.layer.kinds[0].page.shape.width, index.max_entries(), 0, 0);
+  const IndexSpace space(tokens, index.p.num_heads, index.p.layer.kinds[0].page.shape.width, index.max_entries(),
+                         index.table_entries(), 0);
   std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
-  make_tables(run, index.ranges, space, memory, 0, index.p);
+  make_tables(run, index.tables, space, memory, index.p);
   run.run<ops::IndexParams>(&Backend::index_topk, raw::index_topk, index.p);
   call.finish();
 }
@@ -615,7 +614,8 @@ void select_topk(nb::handle scores, nb::handle lens, nb::handle indices) {
                                "; got " + shape_text(out));
   if (columns > kMaxInt) call.refuse("scores", "has rows longer than 2147483647");
   if (tokens == 0) return;
-  ops::KeyRanges ranges;
+  ops::RangeTablesParams tables;
+  ops::KeyRanges& ranges = tables.ranges;
   ranges.num_tokens = tokens_of(call, from, 1);
   ranges.lens = key_lens.as<std::int32_t>();
   ranges.max_keys = static_cast<std::int32_t>(columns);
@@ -635,7 +635,7 @@ void select_topk(nb::handle scores, nb::handle lens, nb::handle indices) {
   const IndexSpace space(tokens, 1, kTail, p.step.blocks_per_request, 0, 0);
   std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
-  make_tables(run, ranges, space, memory, 0, p);
+  make_tables(run, tables, space, memory, p);
   run.run<ops::IndexParams>(&Backend::select_topk, raw::select_topk, p);
   call.finish();
 }
@@ -671,7 +671,8 @@ void index_scores_rows(nb::handle q, nb::handle q_scale, nb::handle keys, nb::ha
   check_logits(call, out, p.step.num_tokens);
   if (p.step.num_tokens == 0 || out.last() == 0) return;
 
-  ops::KeyRanges ranges;
+  ops::RangeTablesParams tables;
+  ops::KeyRanges& ranges = tables.ranges;
   ranges.num_tokens = p.step.num_tokens;
   ranges.begins = first.as<std::int32_t>();
   ranges.ends = last.as<std::int32_t>();
@@ -685,13 +686,14 @@ void index_scores_rows(nb::handle q, nb::handle q_scale, nb::handle keys, nb::ha
   kind.ratio = 1;
   kind.rows_per_block = kKeyPage;
   p.step.num_items = 1;
-  p.step.blocks_per_request = static_cast<std::int32_t>(blocks);
+  p.step.blocks_per_request = tables.table_width = static_cast<std::int32_t>(blocks);
+  tables.table_rows = 1;
   const bool in_place = writes_in_place(out, is_compact);
   const std::int64_t stride = in_place ? 0 : score_columns(ranges.max_keys);
   const IndexSpace space(p.step.num_tokens, p.num_heads, shape.width, blocks * kKeyPage, blocks, stride);
   std::uint8_t* const memory = call.scratch(space.bytes);
   const Runner run(call);
-  make_tables(run, ranges, space, memory, blocks, p);
+  make_tables(run, tables, space, memory, p);
   score_and_place(run, p, ranges, space, memory, out, stride, is_compact);
 }
 

@@ -281,7 +281,8 @@ TEST(ForeignPools, TablesOfKeyRanges) {
   const TensorView out(records.data(), DType::u8, {6 * std::int64_t{sizeof(ops::StepRecord)}});
   p.tokens = static_cast<ops::StepRecord*>(twins.put_output(out).data);
   p.block_table = static_cast<std::int32_t*>(twins.put_output({table.data(), {std::ssize(table)}}).data);
-  p.num_blocks = static_cast<std::int32_t>(table.size());
+  p.table_rows = 1;
+  p.table_width = static_cast<std::int32_t>(table.size());
   p.ones = static_cast<float*>(twins.put_output({ones.data(), {std::ssize(ones)}}).data);
   const std::vector<Case> cases = {
       {{6, 0, 2, there(lens), false, nullptr, nullptr, 30}, {8, 9, -1, -1, 29, 29}, {0, 0, 1, 1, 2, 2}},
@@ -298,6 +299,16 @@ TEST(ForeignPools, TablesOfKeyRanges) {
     }
   }
   for (std::size_t i = 0; i < table.size(); ++i) EXPECT_EQ(table[i], static_cast<std::int32_t>(i));
+  const std::vector<std::int32_t> ids = {3, 8, -1, 77, 9, kMinInt, kMaxInt, 0};  // two rows of three, and gaps
+  p.page_ids = there(ids);
+  p.page_id_stride = 5;
+  p.num_pages = 9;
+  p.table_rows = 2;
+  p.table_width = 3;
+  twins.send();
+  twins.backend()->make_range_tables(p);
+  twins.fetch();
+  EXPECT_EQ(std::vector<std::int32_t>(table.begin(), table.begin() + 6), (std::vector<std::int32_t>{3, 8, 0, 0, 0, 0}));
   EXPECT_EQ(ones, std::vector<float>(ops::kMaxIndexHeads, 1.0f));
 }
 

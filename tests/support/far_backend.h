@@ -134,7 +134,7 @@ class FarBackend final : public Backend {
     near_->gather_slots(p);
   }
   void make_range_tables(const ops::RangeTablesParams& p) override {
-    const Open open(*this, {p.tokens, p.block_table, p.ones, p.ranges.lens, p.ranges.begins, p.ranges.ends});
+    const Open open(*this, {p.tokens, p.block_table, p.page_ids, p.ones, p.ranges.lens, p.ranges.begins, p.ranges.ends});
     near_->make_range_tables(p);
   }
   void place_scores(const ops::PlaceScoresParams& p) override {

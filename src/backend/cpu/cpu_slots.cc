@@ -1,7 +1,6 @@
 // Pools that the caller keeps: rows by slot, and index scores of key ranges.
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "backend/cpu/compressor.h"
 #include "backend/cpu/cpu_backend.h"
@@ -49,7 +48,7 @@ void CpuBackend::gather_slots(const ops::SlotRowsParams& p) {
 
 void CpuBackend::make_range_tables(const ops::RangeTablesParams& p) {
   for (std::int64_t token = 0; token < p.ranges.num_tokens; ++token) p.tokens[token] = p.record(token);
-  if (p.block_table != nullptr) std::iota(p.block_table, p.block_table + p.num_blocks, 0);
+  for (std::int64_t i = 0; i < p.table_entries(); ++i) p.block_table[i] = p.page(i);
   if (p.ones != nullptr) std::fill_n(p.ones, ops::kMaxIndexHeads, 1.0f);
 }
 

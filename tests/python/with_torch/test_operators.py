@@ -240,6 +240,19 @@ def test_index_scores_and_topk(generator, device, format, mode, s_q):
         assert at.tolist() == [-1 if j < 0 else int(pages[j // rows]) * rows + j % rows for j in ours.tolist()]
 
 
+def test_page_ids_outside_of_the_pool_read_page_0(generator):
+    """Whatever a block table holds, behind a request's keys or among them, only the pool is read."""
+    pool, values = key_pool(generator, "fp8", 3, 64)
+    q = torch.randn(2, 4, 128, generator=generator).bfloat16()
+    weights, lens = torch.randn(2, 4, generator=generator), torch.tensor([130, 20], dtype=torch.int32)
+    good = torch.tensor([[1, 0, 0], [2, 0, 0]], dtype=torch.int32)
+    bad = torch.tensor([[1, 2**31 - 1, -1], [2, -(2**31), 12345]], dtype=torch.int32)
+    expected = operators.index_scores(q, pool, weights, lens, good, 192)
+    assert torch.equal(operators.index_scores(q, pool, weights, lens, bad, 192), expected)
+    assert torch.equal(operators.index_scores(q, pool, weights, lens, padded(bad), 192), expected)
+    assert (operators.index_scores(q, pool[:0], weights, lens, good, 192) == -torch.inf).all()
+
+
 def test_select_topk_order(generator):
     scores = torch.tensor([[1.0, torch.nan, 1.0, 1.0, -torch.inf, 5.0], [0.0, -0.0, 0.0, 0.0, 0.0, 9.0]])
     lens = torch.tensor([6, 5], dtype=torch.int32)

@@ -22,8 +22,7 @@ __global__ void __launch_bounds__(kThreads) write_range_tables(const __grid_cons
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const std::int64_t all = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t token = thread; token < p.ranges.num_tokens; token += all) p.tokens[token] = p.record(token);
-  for (std::int64_t i = thread; p.block_table != nullptr && i < p.num_blocks; i += all)
-    p.block_table[i] = static_cast<std::int32_t>(i);
+  for (std::int64_t i = thread; i < p.table_entries(); i += all) p.block_table[i] = p.page(i);
   if (p.ones != nullptr && thread < ops::kMaxIndexHeads) p.ones[thread] = 1.0f;
 }
 
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) place_token_scores(const __grid_cons
 
 cudaError_t make_range_tables(const RangeTablesParams& p, cudaStream_t stream) {
   const NvtxRange range("kv4 launch make_range_tables", true);
-  const std::int64_t items = std::max<std::int64_t>({p.ranges.num_tokens, p.num_blocks, 1});
+  const std::int64_t items = std::max<std::int64_t>({p.ranges.num_tokens, p.table_entries(), 1});
   const std::int64_t ctas = std::min<std::int64_t>((items + kThreads - 1) / kThreads, kMaxCtas);
   return launch_in_order(write_range_tables, static_cast<unsigned>(ctas), kThreads, 0, stream, p);
 }
