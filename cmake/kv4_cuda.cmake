@@ -37,6 +37,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/append/dispatch.cu
   src/backend/cuda/append/generic.cu
   src/backend/cuda/attend/dispatch.cu
+  src/backend/cuda/attend/foreign.cu
   src/backend/cuda/attend/generic.cu
   src/backend/cuda/attend/persistent.cu
   src/backend/cuda/attend/persistent_window.cu

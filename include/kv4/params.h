@@ -265,39 +265,41 @@ struct SlotList {
   const std::int32_t* slots = nullptr;  // [tokens, stride], negative: none; null: the step says which
   std::int64_t stride = 0;
   const std::int32_t* lens = nullptr;  // [tokens] how many count; null: all
-  // The lists of other engines. A list that sets any of these is `foreign`; on a GPU the generic kernel takes it.
-  static constexpr std::int32_t kAllSlots = 0x7FFFFFFF;
-  std::int32_t count = -1;             // slots of a token; -1: `stride` of them
-  std::int32_t num_slots = kAllSlots;  // of the pool; a slot from here on is none
+  std::int32_t limit = INT32_MAX;      // slots from here on are none either
+  // The lists of other engines are `foreign` if they set any of these.
+  std::int32_t count = -1;  // slots of a token; -1: `stride` of them
   // Tokens of a request share its entry of `lens`. The list of token t begins at
   // t / tokens_per_request * request_stride + t % tokens_per_request * stride.
   std::int32_t tokens_per_request = 1;
   std::int64_t request_stride = 0;  // for tokens_per_request > 1
 
-  KV4_HD bool foreign() const { return count >= 0 || num_slots != kAllSlots || tokens_per_request != 1; }
+  /// A slot that is a row.
+  KV4_HD bool has(std::int32_t slot) const { return slot >= 0 && slot < limit; }
+  /// Whether only the generic kernel reads such a list on a GPU.
+  KV4_HD bool foreign() const { return limit != INT32_MAX || count >= 0 || tokens_per_request != 1; }
+  /// Slots of a token, if all count.
+  KV4_HD std::int32_t max_length() const { return count >= 0 ? count : static_cast<std::int32_t>(stride); }
   /// How many slots of a token count.
   KV4_HD std::int32_t length(std::int64_t token) const {
-    const std::int32_t most = count >= 0 ? count : static_cast<std::int32_t>(stride);
+    const std::int32_t most = max_length();
     if (lens == nullptr) return most;
     const std::int32_t given = lens[token / tokens_per_request];
     return given < 0 ? 0 : given < most ? given : most;
   }
-  /// Slot i of a token; negative: none.
+  /// Slot i of a token; -1: none.
   KV4_HD std::int32_t slot(std::int64_t token, std::int64_t i) const {
     const std::int64_t first = tokens_per_request == 1
                                    ? token * stride
                                    : token / tokens_per_request * request_stride + token % tokens_per_request * stride;
-    const std::int32_t value = slots[first + i];
-    return value < num_slots ? value : -1;
+    const std::int32_t slot = slots[first + i];
+    return has(slot) ? slot : -1;
   }
 };
 
 /// What `lse` of attend is.
 enum class LseMode : std::uint8_t {
-  all,  // log of the denominator, the sink included; -infinity without rows and sink
-  // The sink is left out; +infinity without rows (FlashMLA). A sink may be +infinity: the output is 0. On a GPU the
-  // generic kernel takes it.
-  rows,
+  all,   // log of the denominator, the sink included; -infinity without rows and sink
+  rows,  // the sink is left out; +infinity without rows (FlashMLA). A sink may be +infinity: the output is 0
 };
 
 /// One softmax over a query's window rows and entries, a sink in its denominator.
@@ -315,13 +317,24 @@ struct AttendParams {
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
   LseMode lse_mode = LseMode::all;
-  float* max_logits = nullptr;  // [tokens, heads]: the largest scaled logit of a row, -infinity without rows; or null
+  float* max_logits = nullptr;  // [tokens, heads]: the largest logit of a row, -infinity without rows; or null
   RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels lose the rotation of the query's position
   // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
   // it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
+  // Room for foreign lists as the tuned kernels for Hopper read them: attend_list_bytes, or null. Without it the
+  // generic kernel takes foreign lists and LseMode::rows.
+  std::uint8_t* list_workspace = nullptr;
+  std::int64_t list_workspace_bytes = 0;
 };
+
+/// Bytes of a list workspace: a slot of each list, two lengths and heads' statistics per token.
+constexpr std::int64_t attend_list_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t first,
+                                         std::int64_t second) {
+  constexpr std::int64_t kLine = 256, kParts = 5;
+  return 4 * tokens * (first + second + 2 + heads) + kParts * kLine;
+}
 
 /// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
 KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);

@@ -2,8 +2,8 @@
 deep_gemm`.
 
 Replaced are `fp8_mqa_logits`, `fp8_paged_mqa_logits`, `fp8_fp4_mqa_logits`, `fp8_fp4_paged_mqa_logits` and
-`get_paged_mqa_logits_metadata`, in both generations of their signatures: fp8 keys of 32, 64 and 128 channels, fp4 keys of
-128 (mxfp4), 1 to 64 heads, pages of any number of keys.
+`get_paged_mqa_logits_metadata`, in both generations of their signatures: fp8 keys of 32, 64 and 128 channels, fp4 keys
+of 128 (mxfp4), 1 to 64 heads, pages of any number of keys.
 """
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _queries(q: Queries, call: str) -> tuple[Tensor, Tensor | None, str]:
     values, scales = q if isinstance(q, (tuple, list)) else (q, None)
     if scales is None:
         if values.dtype != torch.float8_e4m3fn:
-            raise ArgumentError(f"{call}: q must be float8_e4m3fn, or a pair of fp4 codes and scales; got {values.dtype}")
+            raise ArgumentError(f"{call}: q must be float8_e4m3fn, or a pair of fp4 codes and scales; got "
+                                f"{values.dtype}")
         return values, None, "fp8"
     if values.dtype not in (torch.int8, torch.uint8) or values.shape[-1] != 64:
         raise ArgumentError(f"{call}: q with scales must be int8 or uint8 [..., 64], two fp4 codes in a byte; got "

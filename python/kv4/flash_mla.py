@@ -1,7 +1,8 @@
 """FlashMLA's functions for V4's rows, in all generations of their signatures: `import kv4.flash_mla as flash_mla`.
 
 Sparse decoding over pages of 584-byte rows and sparse prefill over bf16 rows, for 1 to 128 heads. What FlashMLA has
-besides (dense attention, V3.2's rows) is refused by name. Nothing is planned: schedule metadata is accepted and ignored.
+besides (dense attention, V3.2's rows) is refused by name. Nothing is planned: schedule metadata is accepted, and
+ignored.
 """
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def _check_cache(cache: Tensor, name: str) -> None:
     if row_bytes != _ROW_BYTES or cache.dim() != 4:
         kind = _OTHER_ROWS.get(row_bytes)
         raise _refuse("flash_mla_with_kvcache", name,
-                      f"must be [pages, rows, 1, {_ROW_BYTES}]: V4's rows of {_ROW_BYTES} bytes; got {list(cache.shape)}"
-                      + (f": kv4 does not read {kind}" if kind else ""))
+                      f"must be [pages, rows, 1, {_ROW_BYTES}]: V4's rows of {_ROW_BYTES} bytes; got "
+                      f"{list(cache.shape)}" + (f": kv4 does not read {kind}" if kind else ""))
 
 
 def flash_mla_with_kvcache(
@@ -67,12 +68,14 @@ def flash_mla_with_kvcache(
         descale_q, descale_k, is_fp8_kvcache = is_fp8_kvcache, indices, attn_sink
         indices, attn_sink, extra_k_cache = extra_k_cache, extra_indices_in_kvcache, topk_length
         extra_indices_in_kvcache = extra_topk_length
-        topk_length, extra_topk_length = (None if lens is False else lens for lens in (enable_batch_invariant, use_legacy))
+        topk_length = None if enable_batch_invariant is False else enable_batch_invariant
+        extra_topk_length = None if use_legacy is False else use_legacy
         enable_batch_invariant = False
     elif isinstance(enable_batch_invariant, Tensor):  # vLLM's order: out is the next argument
         out, enable_batch_invariant = enable_batch_invariant, False
     if indices is None:
-        raise _refuse("flash_mla_with_kvcache", "indices", "must be given: kv4 has no dense attention over a block table")
+        raise _refuse("flash_mla_with_kvcache", "indices",
+                      "must be given: kv4 has no dense attention over a block table")
     if causal:
         raise _refuse("flash_mla_with_kvcache", "causal", "must be False with indices; got True")
     if is_fp8_kvcache is False:

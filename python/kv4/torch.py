@@ -1,4 +1,5 @@
-"""Operators on torch tensors that the caller owns: attention, index scores and rows of paged V4 pools, without a manager.
+"""Operators on torch tensors that the caller owns: attention, index scores and rows of paged V4 pools, without a
+manager.
 
 docs/torch.md is the guide. Every operator takes the place of its tensors: CPU tensors run the CPU backend at once, CUDA
 tensors are queued on torch's current stream. Nothing waits for the GPU, and no allocation depends on values, so calls
@@ -63,7 +64,7 @@ def _lse_of_rows(mode: str) -> bool:
 
 
 def set_cpu_threads(threads: int) -> None:
-    """How many threads an operator on CPU tensors uses, the caller's included; 1 at first. Results do not depend on it."""
+    """How many threads an operator on CPU tensors uses, the caller's included; 1 at first. No result depends on it."""
     _calls._tensor_set_cpu_threads(threads)
 
 
@@ -116,8 +117,9 @@ def attend_bf16_rows(
 
 
 def append(rows: Tensor, cache: Tensor, slots: Tensor, *, format: str = "fp8_tile64") -> None:
-    """Encodes rows, bf16 or f32 [tokens, channels], normed and rotated, into slots i32 or i64 [tokens] of a pool. A slot
-    outside of the pool skips its row. Also for index keys (mxfp4, fp8, bf16), as they are to be stored."""
+    """Encodes rows, bf16 or f32 [tokens, channels], normed and rotated, into slots i32 or i64 [tokens] of a pool. The
+    slots of a call differ; one outside of the pool skips its row. Also for index keys (mxfp4, fp8, bf16), as they are
+    to be stored."""
     _append(rows, cache, slots, format)
 
 
@@ -145,12 +147,13 @@ def index_scores(
     """Index scores of each token and key: sum over heads of weight * relu(q . key), [tokens, max_keys] f32 or bf16;
     -inf where a token sees no key.
 
-    q            bf16 or f32 [tokens, heads, channels] or [b, s_q, heads, channels], encoded here as keys are; or encoded:
-                 fp8 as float8_e4m3fn with q_scale f32 (None: 1), mxfp4 as uint8 with q_scale (a byte per 32 channels)
+    q            bf16 or f32 [tokens, heads, channels] or [b, s_q, heads, channels], encoded here as keys are; or
+                 encoded: fp8 as float8_e4m3fn with q_scale f32 (None: 1), mxfp4 as uint8 with q_scale (a byte per 32
+                 channels)
     cache        [pages, rows, bytes of a key] or [pages, rows, 1, bytes]: all payloads of a page, then all its scales
     weights      f32 [tokens, heads]
     lens         i32 [b]: keys that a request's last token sees, each token before it one less; or [b, s_q]
-    block_table  i32 [b, blocks]: pages of a request
+    block_table  i32 [b, blocks]: pages of a request; an id outside of the pool stands for page 0
     mode         "exact": the bits of docs/formats.md on every backend; "fast": within its error bound
     """
     if out is None:
@@ -164,8 +167,8 @@ def index_topk(
     q_scale: Tensor | None = None, format: str = "fp8", hadamard: bool = False, mode: str = "exact",
     out: Tensor | None = None, slots: Tensor | None = None,
 ) -> Tensor:
-    """`index_scores` and `select_topk` in one call; the scores stay inside. slots i32 [tokens, k], if given, gets page *
-    rows + row of each key, -1 filled."""
+    """`index_scores` and `select_topk` in one call; the scores stay inside. slots i32 [tokens, k], if given, gets
+    page * rows + row of each key, -1 filled."""
     if out is None:
         out = torch.empty((_tokens(q), k), dtype=torch.int32, device=q.device)
     _index_topk(q, q_scale, cache, weights, lens, block_table, format, hadamard, mode, out, slots)
@@ -189,8 +192,8 @@ def index_scores_rows(
     max_keys: int = 0, q_scale: Tensor | None = None, format: str = "fp8", mode: str = "exact",
     dtype: torch.dtype = torch.float32, out: Tensor | None = None,
 ) -> Tensor:
-    """Index scores over keys in one piece: q [tokens, heads, channels], keys [n, bytes], key_scales [n]. A token sees keys
-    begins[token] to ends[token] - 1. [tokens, n], -inf elsewhere; or, with max_keys, [tokens, max_keys] from each
+    """Index scores over keys in one piece: q [tokens, heads, channels], keys [n, bytes], key_scales [n]. A token sees
+    keys begins[token] to ends[token] - 1. [tokens, n], -inf elsewhere; or, with max_keys, [tokens, max_keys] from each
     token's first key on."""
     count = keys.shape[0]
     if out is None:

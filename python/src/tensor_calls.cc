@@ -161,8 +161,7 @@ ops::SlotList list_of(const TensorCall& call, const Tensor& slots, const Tensor&
   if (n > kMaxInt) call.refuse(slots.name, "is longer than 2147483647");
   ops::SlotList list;
   list.slots = slots.data == nullptr || n == 0 ? &kNoSlot : slots.as<std::int32_t>();
-  list.count = static_cast<std::int32_t>(n);
-  list.num_slots = static_cast<std::int32_t>(std::min(num_slots, kMaxInt));
+  list.limit = static_cast<std::int32_t>(std::min(num_slots, kMaxInt));
   if (lens) {
     call.require_shape(lens, {q.shape[0]});
     list.lens = lens.as<std::int32_t>();
@@ -174,6 +173,7 @@ ops::SlotList list_of(const TensorCall& call, const Tensor& slots, const Tensor&
     list.request_stride = slots.strides[0];
     list.stride = slots.strides[1];
   }
+  if (list.stride != n || each != 1) list.count = static_cast<std::int32_t>(n);
   return list;
 }
 
@@ -267,6 +267,11 @@ void attend(nb::handle q, nb::handle cache, nb::handle indices, nb::handle lens,
     p.layer.kinds[0].ratio = 1;
     p.entry_slots = list_of(call, extra_list, extra_list_lens, t.q, entries.num_slots);
   }
+  if (call.on_cuda()) {
+    p.list_workspace_bytes = ops::attend_list_bytes(p.step.num_tokens, p.num_heads, p.window_slots.max_length(),
+                                                    extra_pages ? p.entry_slots.max_length() : 0);
+    p.list_workspace = call.scratch(p.list_workspace_bytes);
+  }
   if (p.step.num_tokens > 0) Runner(call).run<ops::AttendParams>(&Backend::attend, raw::attend, p);
   call.finish();
 }
@@ -292,9 +297,10 @@ void attend_bf16_rows(nb::handle q, nb::handle rows, nb::handle indices, nb::han
   if (from.last() != shape.width)
     call.refuse("rows", "must have q's " + std::to_string(shape.width) + " channels; got " + shape_text(from));
   const std::int64_t row_bytes = 2 * from.row_stride(from.ndim - 1);
-  p.layer.window.ring = {Format::bf16, shape, {from.data, row_bytes, row_bytes}, {}, {}};  // pages of one row
-  p.layer.window.rows = 1;
-  p.window_slots = list_of(call, list, list_lens, t.q, from.shape[0]);
+  p.layer.num_kinds = 1;  // as cuda::attend wants bf16 rows: entries without a window
+  p.layer.kinds[0].page = {Format::bf16, shape, {from.data, row_bytes, row_bytes}, {}, {}};
+  p.layer.kinds[0].rows_per_block = p.layer.kinds[0].ratio = 1;
+  p.entry_slots = list_of(call, list, list_lens, t.q, from.shape[0]);
   if (p.step.num_tokens > 0) Runner(call).run<ops::AttendParams>(&Backend::attend, raw::attend, p);
   call.finish();
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "ops/attend_row.h"
 #include "support/device.h"
 
 namespace kv4 {
@@ -16,7 +17,8 @@ namespace {
 
 using test::Twins;
 
-constexpr std::int32_t kMinInt = std::numeric_limits<std::int32_t>::min(), kMaxInt = ops::SlotList::kAllSlots;
+constexpr std::int32_t kMinInt = std::numeric_limits<std::int32_t>::min(),
+                       kMaxInt = std::numeric_limits<std::int32_t>::max();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// One lane, for codecs.
@@ -53,7 +55,7 @@ struct ForeignPool {
       payload = codec.payload_bytes(shape);
       scale = codec.scale_bytes(shape);
     });
-    page_bytes = rows * (payload + scale) + 24;
+    page_bytes = (rows * (payload + scale) / 576 + 2) * 576;
     memory.assign(static_cast<std::size_t>(pages * page_bytes), 0x7F);  // NaN in every format but mxfp4
   }
   std::int32_t slots() const { return static_cast<std::int32_t>(pages * rows); }
@@ -135,14 +137,17 @@ struct ListProblem {
   static constexpr int kRequests = 3, kEach = 2, kHeads = 5, kWidth = 512, kTokens = kRequests * kEach;
   static constexpr int kFirst = 20, kSecond = 9;  // slots of a token
 
-  ForeignPool first{Format::fp8_tile64, {512, 64}, 4, 53}, second{Format::bf16, {512, 64}, 5, 2};
+  DType type;
+  ForeignPool first{Format::fp8_tile64, {512, 64}, 4, 53}, second;
   std::vector<float> q = random_rows(kTokens * kHeads, kWidth, 2);
   std::vector<float> sink = {0.5f, -kInfinity, 4.0f, -2.0f, kInfinity};
   std::vector<std::int32_t> first_lens = {20, 0, 7}, second_lens = {3, 0, 100};
   // [tokens, n] as they count: what is no row is -1
   std::vector<std::int32_t> clean_first, clean_second;
 
-  ListProblem() {
+  /// Queries, output, and the format of the second pool.
+  explicit ListProblem(DType type_in = DType::f32, Format format = Format::bf16)
+      : type(type_in), second(format, {512, 64}, 5, 2) {
     for (ForeignPool* pool : {&first, &second}) {
       const std::vector<float> rows = random_rows(pool->slots(), kWidth, 3);
       for (std::int32_t slot = 0; slot < pool->slots(); slot += 2) pool->encode(slot, rows.data() + slot * kWidth);
@@ -175,9 +180,9 @@ struct ListProblem {
     return list;
   }
 
-  Result run(bool foreign, ops::LseMode mode) {
+  Result run(bool foreign, ops::LseMode mode, const std::shared_ptr<Backend>& backend = test::test_backend()) {
     Result result;
-    Twins twins(test::test_backend());
+    Twins twins(backend);
     const std::vector<std::int32_t> lists[2] = {foreign_list(first, kFirst, first_lens, clean_first),
                                                 foreign_list(second, kSecond, second_lens, clean_second)};
     const auto list = [&](const ForeignPool& pool, int n, const std::vector<std::int32_t>& slots,
@@ -189,7 +194,7 @@ struct ListProblem {
       to.lens = static_cast<const std::int32_t*>(twins.put(bytes_of(lens)).data);
       to.stride = n + 3;
       to.count = n;
-      to.num_slots = pool.slots();
+      to.limit = pool.slots();
       to.tokens_per_request = kEach;
       to.request_stride = (kEach + 1) * (n + 3);
       return to;
@@ -198,7 +203,10 @@ struct ListProblem {
     p.num_heads = kHeads;
     p.step.num_tokens = kTokens;
     p.softmax_scale = 0.05f;
-    p.q = {twins.put(bytes_of(q)).data, DType::f32, kHeads * kWidth};
+    std::vector<std::uint16_t> bf16_q(q.size()), bf16_out(result.out.size());
+    std::transform(q.begin(), q.end(), bf16_q.begin(), codec::bf16_bits);
+    const bool is_bf16 = type == DType::bf16;
+    p.q = {twins.put(is_bf16 ? bytes_of(bf16_q) : bytes_of(q)).data, type, kHeads * kWidth};
     std::vector<float> finite = sink;  // of LseMode::all
     finite.back() = 30.0f;
     p.sink = static_cast<const float*>(twins.put(bytes_of(mode == ops::LseMode::all ? finite : sink)).data);
@@ -213,13 +221,22 @@ struct ListProblem {
     const auto output = [&](std::vector<float>& to) {
       return static_cast<float*>(twins.put_output({to.data(), DType::f32, {std::ssize(to)}}).data);
     };
-    p.out = {output(result.out), DType::f32};
+    p.out = {output(result.out), type};
+    if (is_bf16) {
+      p.out.data = twins.put_output({bf16_out.data(), DType::bf16, {std::ssize(bf16_out)}}).data;
+      p.list_workspace_bytes = ops::attend_list_bytes(kTokens, kHeads, kFirst, kSecond);
+    }
+    std::vector<std::uint8_t> room(static_cast<std::size_t>(p.list_workspace_bytes));
+    if (is_bf16)
+      p.list_workspace =
+          static_cast<std::uint8_t*>(twins.put_output({room.data(), DType::u8, {std::ssize(room)}}).data);
     p.lse = output(result.lse);
     p.lse_mode = mode;
-    p.max_logits = output(result.largest);
+    if (!is_bf16) p.max_logits = output(result.largest);
     twins.send();
     twins.backend()->attend(p);
     twins.fetch();
+    if (is_bf16) std::transform(bf16_out.begin(), bf16_out.end(), result.out.begin(), codec::bf16_value);
     return result;
   }
 };
@@ -231,6 +248,21 @@ TEST(ForeignPools, ForeignListsOfAttend) {
     EXPECT_EQ(plain.out, foreign.out);  // NaN is in every row that no list names
     EXPECT_EQ(plain.lse, foreign.lse);
     EXPECT_EQ(plain.largest, foreign.largest);
+  }
+}
+
+/// With a list workspace, for which a tuned kernel may take foreign lists, beside the CPU.
+TEST(ForeignPools, ForeignListsWithAWorkspace) {
+  ListProblem problem(DType::bf16, Format::fp8_tile64);
+  for (const ops::LseMode mode : {ops::LseMode::all, ops::LseMode::rows}) {
+    const ListProblem::Result expected = problem.run(false, mode, make_cpu_backend()), result = problem.run(true, mode);
+    for (std::size_t i = 0; i < expected.out.size(); ++i)
+      ASSERT_NEAR(result.out[i], expected.out[i], 1e-3f + std::abs(expected.out[i]) / 64) << i;
+    for (std::size_t i = 0; i < expected.lse.size(); ++i)
+      if (std::isinf(expected.lse[i]))
+        EXPECT_EQ(result.lse[i], expected.lse[i]) << i;
+      else
+        EXPECT_NEAR(result.lse[i], expected.lse[i], 1e-4f + std::abs(expected.lse[i]) * 8 / 65536) << i;
   }
 }
 
@@ -260,6 +292,27 @@ TEST(ForeignPools, LseModes) {
         else
           EXPECT_EQ(rows.out[channel], all.out[channel]);
       }
+    }
+}
+
+/// A sink added afterwards is a sink in the denominator.
+TEST(ForeignPools, SinksAddedAfterwards) {
+  const float sinks[] = {-kInfinity, -300.0f, -2.0f, 0.0f, 1.5f, 90.0f, kInfinity};
+  for (const float lse : {-kInfinity, -40.0f, 0.3f, 70.0f})
+    for (const float& sink : sinks) {
+      SCOPED_TRACE(testing::Message() << "lse " << lse << " sink " << sink);
+      const ops::Attention rows = lse == -kInfinity ? ops::Attention{} : ops::Attention{lse - 2.0f, std::exp(2.0f)};
+      const ops::AttentionEnd without = ops::end_attention(rows, nullptr), with = ops::end_attention(rows, &sink),
+                              all = ops::add_sink(without.lse, &sink, ops::LseMode::all),
+                              only_rows = ops::add_sink(without.lse, &sink, ops::LseMode::rows);
+      EXPECT_NEAR(all.factor * without.factor, with.factor, 1e-6f);
+      EXPECT_EQ(all.factor, only_rows.factor);
+      if (std::isinf(with.lse))
+        EXPECT_EQ(all.lse, with.lse);
+      else
+        EXPECT_NEAR(all.lse, with.lse, 2e-5f);
+      EXPECT_EQ(only_rows.lse, ops::lse_of_rows(rows));
+      EXPECT_EQ(ops::add_sink(without.lse, nullptr, ops::LseMode::all).lse, without.lse);
     }
 }
 

@@ -68,8 +68,8 @@ FLASH_MLA = {
                 result = test_flash_mla(p)
                 if not result.is_correct:
                     sys.exit(1)
-        CASES = [TestParam(1), TestParam(7), TestParam(13), TestParam(2), TestParam(3, d_qk=576), TestParam(4, num_runs=9),
-                 TestParam(5)]
+        CASES = [TestParam(1), TestParam(7), TestParam(13), TestParam(2), TestParam(3, d_qk=576),
+                 TestParam(4, num_runs=9), TestParam(5)]
         if __name__ == "__main__":
             main()
         """,
@@ -142,7 +142,8 @@ class PeerTests(unittest.TestCase):
         done, reports = self.run_tool("--flash-mla", self.flash_mla(), "--anyway")
         decode, prefill = reports["flash_mla_decode"], reports["flash_mla_prefill"]
         self.assertEqual(decode["passed"], 3)
-        self.assertEqual([case.partition(",")[0] for case, _ in decode["failures"]], ["TestParam(x=7", "TestParam(x=13"])
+        self.assertEqual([case.partition(",")[0] for case, _ in decode["failures"]],
+                         ["TestParam(x=7", "TestParam(x=13"])
         self.assertIn("not correct\ntheir output of 7", decode["failures"][0][1])
         self.assertIn("kv4 refuses 13", decode["failures"][1][1])
         self.assertEqual(sorted(decode["skipped"].values()), [1, 1])

@@ -1,8 +1,8 @@
 """Test files of other projects, run unchanged with kv4's modules in place of theirs.
 
-A file is compiled as it is and runs in two halves: its definitions, then its `if __name__ == "__main__":` block. Between
-the halves the function that runs one case is replaced by one that counts: it leaves out cases, calls theirs for all
-others, and goes on after a failure, where their own loop may end the process.
+A file is compiled as it is and runs in two halves: its definitions, then its `if __name__ == "__main__":` block.
+Between the halves the function that runs one case is replaced by one that counts: it leaves out cases, calls theirs for
+all others, and goes on after a failure, where their own loop may end the process.
 """
 import ast
 import contextlib

@@ -53,8 +53,8 @@ def chosen(rows, indices, lens):
 
 
 def attention(q, parts, scale, sink=None):
-    """q [tokens, heads, channels]; parts: (rows, indices, lens) of each pool. Returns out, the largest logit, lse without
-    the sink (-inf without rows) and lse with it."""
+    """q [tokens, heads, channels]; parts: (rows, indices, lens) of each pool. Returns out, the largest logit, lse
+    without the sink (-inf without rows) and lse with it."""
     found, is_there = (torch.cat(x, 1) for x in zip(*(chosen(*part) for part in parts)))
     logits = torch.einsum("thd,tnd->thn", q.float(), found) * scale
     logits = logits.masked_fill(~is_there[:, None], -torch.inf)
@@ -77,8 +77,8 @@ def random_lists(generator, tokens, n, slots, outside=True):
 
 def padded(tensor):
     """The same values with gaps between the elements of every dimension but the last."""
-    larger = torch.full([size + 1 for size in tensor.shape[:-1]] + [tensor.shape[-1] + 128], 77, device=tensor.device).to(
-        tensor.dtype)
+    larger_shape = [size + 1 for size in tensor.shape[:-1]] + [tensor.shape[-1] + 128]
+    larger = torch.full(larger_shape, 77, device=tensor.device).to(tensor.dtype)
     view = larger[tuple(slice(0, size) for size in tensor.shape)]
     view.copy_(tensor)
     return view

@@ -178,8 +178,8 @@ def test_compile_full_graph():
 
 def test_bad_input_is_named():
     q = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
-    cache, lens, table = torch.zeros(2, 64, 1, 132, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(
-        1, 2, dtype=torch.int32)
+    cache = torch.zeros(2, 64, 1, 132, dtype=torch.uint8)
+    lens, table = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     weights = torch.zeros(1, 8)
     codes = q.to(torch.float8_e4m3fn)
     for words, call in [
@@ -188,8 +188,8 @@ def test_bad_input_is_named():
                                                                                  None, -1)),
         ("logits_dtype must be", lambda: deep_gemm.fp8_fp4_paged_mqa_logits((codes, None), cache, weights, lens, table,
                                                                           None, 128, False, torch.float16)),
-        ("cache must have rows of 132 bytes", lambda: deep_gemm.fp8_paged_mqa_logits(codes, cache[..., :68], weights, lens,
-                                                                                   table, None, 128)),
+        ("cache must have rows of 132 bytes", lambda: deep_gemm.fp8_paged_mqa_logits(codes, cache[..., :68], weights,
+                                                                                   lens, table, None, 128)),
         ("keys must be dense rows of 128 bytes", lambda: deep_gemm.fp8_mqa_logits(
             codes[0], (torch.zeros(9, 64).to(torch.float8_e4m3fn), torch.zeros(9)), weights, lens[0], lens[0])),
         ("key_scales must be dense, with 4 bytes for each of 9 keys", lambda: deep_gemm.fp8_mqa_logits(
