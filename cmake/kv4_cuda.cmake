@@ -37,6 +37,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/append/dispatch.cu
   src/backend/cuda/append/generic.cu
   src/backend/cuda/attend/dispatch.cu
+  src/backend/cuda/attend/foreign.cu
   src/backend/cuda/attend/generic.cu
   src/backend/cuda/attend/persistent.cu
   src/backend/cuda/attend/persistent_window.cu
@@ -51,8 +52,10 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/index/generic.cu
   src/backend/cuda/index/grouped.cu
   src/backend/cuda/index/mxfp4.cu
+  src/backend/cuda/index/ranges.cu
   src/backend/cuda/move/copy.cu
   src/backend/cuda/move/gather.cu
+  src/backend/cuda/move/slots.cu
   src/backend/cuda/move/snapshot.cu
   src/backend/cuda/move/step_tables.cu
   src/backend/cuda/topk/dispatch.cu
@@ -61,6 +64,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/runtime/check.cc
   src/backend/cuda/runtime/cuda_backend.cc
   src/backend/cuda/runtime/pinned_memory.cc
+  src/backend/cuda/runtime/raw_calls.cc
   src/backend/cuda/runtime/upload_ring.cc
 )
 set_target_properties(kv4_objects PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden)

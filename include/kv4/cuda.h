@@ -58,6 +58,15 @@ KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stre
 /// It must be zero before its first use; calls leave its counters zero. Only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
+/// Encodes rows into a pool by slot. Two rows of one slot leave a mix of both there.
+KV4_API cudaError_t write_slots(const ops::SlotRowsParams& params, cudaStream_t stream);
+/// Decodes rows of a pool by slot.
+KV4_API cudaError_t gather_slots(const ops::SlotRowsParams& params, cudaStream_t stream);
+/// Queued before index_scores, select_topk or index_topk, it makes their tables from key ranges.
+KV4_API cudaError_t make_range_tables(const ops::RangeTablesParams& params, cudaStream_t stream);
+/// Queued after index_scores.
+KV4_API cudaError_t place_scores(const ops::PlaceScoresParams& params, cudaStream_t stream);
+
 /// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.
 /// Its grid is count x largest: cut large pieces among many small ones before.
 KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t largest,

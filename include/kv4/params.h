@@ -265,6 +265,41 @@ struct SlotList {
   const std::int32_t* slots = nullptr;  // [tokens, stride], negative: none; null: the step says which
   std::int64_t stride = 0;
   const std::int32_t* lens = nullptr;  // [tokens] how many count; null: all
+  std::int32_t limit = INT32_MAX;      // slots from here on are none either
+  // The lists of other engines are `foreign` if they set any of these.
+  std::int32_t count = -1;  // slots of a token; -1: `stride` of them
+  // Tokens of a request share its entry of `lens`. The list of token t begins at
+  // t / tokens_per_request * request_stride + t % tokens_per_request * stride.
+  std::int32_t tokens_per_request = 1;
+  std::int64_t request_stride = 0;  // for tokens_per_request > 1
+
+  /// A slot that is a row.
+  KV4_HD bool has(std::int32_t slot) const { return slot >= 0 && slot < limit; }
+  /// Whether only the generic kernel reads such a list on a GPU.
+  KV4_HD bool foreign() const { return limit != INT32_MAX || count >= 0 || tokens_per_request != 1; }
+  /// Slots of a token, if all count.
+  KV4_HD std::int32_t max_length() const { return count >= 0 ? count : static_cast<std::int32_t>(stride); }
+  /// How many slots of a token count.
+  KV4_HD std::int32_t length(std::int64_t token) const {
+    const std::int32_t most = max_length();
+    if (lens == nullptr) return most;
+    const std::int32_t given = lens[token / tokens_per_request];
+    return given < 0 ? 0 : given < most ? given : most;
+  }
+  /// Slot i of a token; -1: none.
+  KV4_HD std::int32_t slot(std::int64_t token, std::int64_t i) const {
+    const std::int64_t first = tokens_per_request == 1
+                                   ? token * stride
+                                   : token / tokens_per_request * request_stride + token % tokens_per_request * stride;
+    const std::int32_t slot = slots[first + i];
+    return has(slot) ? slot : -1;
+  }
+};
+
+/// What `lse` of attend is.
+enum class LseMode : std::uint8_t {
+  all,   // log of the denominator, the sink included; -infinity without rows and sink
+  rows,  // the sink is left out; +infinity without rows (FlashMLA). A sink may be +infinity: the output is 0
 };
 
 /// One softmax over a query's window rows and entries, a sink in its denominator.
@@ -281,15 +316,126 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
+  LseMode lse_mode = LseMode::all;
+  float* max_logits = nullptr;  // [tokens, heads]: the largest logit of a row, -infinity without rows; or null
   RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels lose the rotation of the query's position
   // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
   // it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
+  // Room for foreign lists as the tuned kernels for Hopper read them: attend_list_bytes, or null. Without it the
+  // generic kernel takes foreign lists and LseMode::rows.
+  std::uint8_t* list_workspace = nullptr;
+  std::int64_t list_workspace_bytes = 0;
 };
+
+/// Bytes of a list workspace: a slot of each list, two lengths and heads' statistics per token.
+constexpr std::int64_t attend_list_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t first,
+                                         std::int64_t second) {
+  constexpr std::int64_t kLine = 256, kParts = 5;
+  return 4 * tokens * (first + second + 2 + heads) + kParts * kLine;
+}
 
 /// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
 KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);
+
+/// Rows of a pool kept elsewhere, by physical slot: row s % rows_per_block of block s / rows_per_block.
+struct SlotRowsParams {
+  RowPlanes rows;
+  std::int32_t rows_per_block = 0;
+  std::int64_t num_slots = 0;     // of the pool; a slot outside of it names no row
+  const void* slots = nullptr;    // [num_rows] i32, or i64
+  bool has_wide_slots = false;    // they are i64
+  std::int64_t num_rows = 0;      // of `in` or `out`
+  InputDesc in;                   // write_slots: f32 or bf16 [num_rows, width]; rows without a slot are ignored
+  OutputDesc out;                 // gather_slots: f32 or bf16 [num_rows, width]; rows without a slot are zero
+  std::uint8_t* valid = nullptr;  // gather_slots: [num_rows] whether the slot names a row, or null
+
+  /// The slot of a row; negative: none.
+  KV4_HD std::int64_t slot(std::int64_t row) const {
+    const std::int64_t slot = has_wide_slots ? static_cast<const std::int64_t*>(slots)[row]
+                                             : std::int64_t{static_cast<const std::int32_t*>(slots)[row]};
+    return slot < num_slots ? slot : -1;
+  }
+};
+
+/// Keys that tokens of other engines see: token t, of request t / tokens_per_request, sees the first `visible` keys of
+/// its request, or, with `ends`, keys begins[t] to ends[t] - 1 of keys that all tokens share.
+struct KeyRanges {
+  std::int32_t num_tokens = 0;
+  std::int64_t first_token = 0;  // token t here is first_token + t of the arrays below
+  std::int32_t tokens_per_request = 1;
+  // [requests] keys that a request's last token sees, each token before it one less; or, with has_token_lens, [tokens]
+  const std::int32_t* lens = nullptr;
+  bool has_token_lens = false;
+  const std::int32_t* begins = nullptr;  // [tokens], with `ends`
+  const std::int32_t* ends = nullptr;    // [tokens] instead of lens
+  std::int32_t max_keys = 0;             // limit of all of these: what the scores and the block table have room for
+
+  KV4_HD std::int32_t clamp(std::int64_t keys) const {
+    return keys < 0 ? 0 : keys < max_keys ? static_cast<std::int32_t>(keys) : max_keys;
+  }
+  /// One past the last key that a token sees.
+  KV4_HD std::int32_t end(std::int64_t t) const {
+    const std::int64_t token = first_token + t;
+    if (ends != nullptr) return clamp(ends[token]);
+    if (has_token_lens) return clamp(lens[token]);
+    const std::int64_t request = token / tokens_per_request;
+    return clamp(std::int64_t{lens[request]} - (tokens_per_request - 1) + token % tokens_per_request);
+  }
+  /// The first key that a token sees.
+  KV4_HD std::int32_t begin(std::int64_t t) const { return ends == nullptr ? 0 : clamp(begins[first_token + t]); }
+};
+
+/// The tables that index_scores, select_topk and index_topk read, for key ranges: one StepRecord per token, with ratio
+/// 1, and the block table, whose page ids other engines wrote.
+struct RangeTablesParams {
+  KeyRanges ranges;
+  StepRecord* tokens = nullptr;            // [num_tokens]
+  std::int32_t* block_table = nullptr;     // [table_rows, table_width], or null
+  const std::int32_t* page_ids = nullptr;  // [table_rows, page_id_stride] what it becomes; null: 0, 1, 2, ...
+  std::int64_t page_id_stride = 0;
+  std::int64_t num_pages = 0;  // of the pool; an id outside of it becomes page 0
+  std::int32_t table_rows = 0;
+  std::int32_t table_width = 0;
+  float* ones = nullptr;  // [kMaxIndexHeads] scales of queries that have none; or null
+
+  /// Entry i of the block table.
+  KV4_HD std::int32_t page(std::int64_t i) const {
+    if (page_ids == nullptr) return static_cast<std::int32_t>(i % table_width);
+    const std::int32_t id = page_ids[i / table_width * page_id_stride + i % table_width];
+    return id >= 0 && id < num_pages ? id : 0;
+  }
+  KV4_HD std::int64_t table_entries() const {
+    return block_table == nullptr ? 0 : std::int64_t{table_rows} * table_width;
+  }
+  KV4_HD StepRecord record(std::int64_t token) const {
+    const std::int32_t each = ranges.ends != nullptr ? ranges.num_tokens : ranges.tokens_per_request;
+    StepRecord r;
+    r.row = static_cast<std::int32_t>(token / each);
+    r.position = ranges.end(token) - 1;
+    r.length = r.position;
+    r.count = 1;
+    r.first_token = static_cast<std::int32_t>(token);
+    r.read_slot = r.write_slot = r.row;
+    return r;
+  }
+};
+
+/// Scores of key ranges as other engines lay them out: logit j of a token is the score of key j, or of key begin + j.
+/// -infinity where the token sees no key.
+struct PlaceScoresParams {
+  KeyRanges ranges;
+  const float* scores = nullptr;  // [num_tokens, score_stride], score j of key j
+  std::int64_t score_stride = 0;
+  // f32 or bf16 [num_tokens, logit_stride]. `scores` itself, with its stride: only keys before a range are set.
+  OutputDesc logits;
+  std::int64_t logit_stride = 0;
+  std::int32_t num_logits = 0;  // of a token
+  bool is_compact = false;      // logit 0 is of the first key that the token sees; not in place
+
+  KV4_HD bool in_place() const { return logits.data == scores; }
+};
 
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
 struct CopyPiece {

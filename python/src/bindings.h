@@ -29,6 +29,7 @@ void bind_tiers(nb::module_& m);
 void bind_status(nb::module_& m);
 void bind_foreign_pages(nb::module_& m);
 void bind_log(nb::module_& m);
+void bind_tensor_calls(nb::module_& m);
 
 /// Becomes kv4.ShortageError.
 struct NoRoom : std::runtime_error {

@@ -20,4 +20,5 @@ NB_MODULE(_kv4, m) {
   kv4::python::bind_status(m);
   kv4::python::bind_foreign_pages(m);
   kv4::python::bind_log(m);
+  kv4::python::bind_tensor_calls(m);
 }

@@ -68,6 +68,12 @@ class Backend {
   virtual void index_topk(const ops::IndexParams& params) = 0;
   virtual void attend(const ops::AttendParams& params) = 0;
 
+  // Pools that the caller keeps: kv4/cuda.h says what each call does.
+  virtual void write_slots(const ops::SlotRowsParams& params) = 0;
+  virtual void gather_slots(const ops::SlotRowsParams& params) = 0;
+  virtual void make_range_tables(const ops::RangeTablesParams& params) = 0;
+  virtual void place_scores(const ops::PlaceScoresParams& params) = 0;
+
   /// Canonical image of one state slot. layers: one per owned layer. image: [layout.bytes] on the host.
   virtual void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                           std::byte* image) = 0;

@@ -39,9 +39,26 @@ struct AttentionEnd {
 };
 
 KV4_HD AttentionEnd end_attention(Attention a, const float* sink) {
+  if (sink != nullptr && *sink == INFINITY) return {0.0f, INFINITY};
   const float factor = sink != nullptr && *sink != -INFINITY ? add_logit(a, *sink).rescale : 1.0f;
   if (a.sum == 0.0f) return {0.0f, -INFINITY};
   return {codec::quotient(factor, a.sum), a.max + logf(a.sum)};
+}
+
+/// LseMode::rows.
+KV4_HD float lse_of_rows(Attention a) { return a.sum == 0.0f ? INFINITY : a.max + logf(a.sum); }
+
+/// What a sink makes of an attention without one, whose lse is -infinity without rows: the factor of its output, and
+/// the lse of `mode`.
+KV4_HD AttentionEnd add_sink(float lse, const float* sink, LseMode mode) {
+  const bool rows = lse != -INFINITY;
+  const float lse_of_rows = rows ? lse : INFINITY;
+  if (sink == nullptr || *sink == -INFINITY) return {1.0f, mode == LseMode::rows ? lse_of_rows : lse};
+  if (*sink == INFINITY) return {0.0f, mode == LseMode::rows ? lse_of_rows : INFINITY};
+  const float above = rows ? *sink - lse : INFINITY;  // of the sink over the rows
+  const float factor = 1.0f / (1.0f + expf(above));
+  if (mode == LseMode::rows) return {factor, lse_of_rows};
+  return {factor, above > 0.0f ? *sink + log1pf(expf(-above)) : lse + log1pf(expf(above))};
 }
 
 }  // namespace kv4::ops

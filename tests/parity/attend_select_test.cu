@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/cuda/attend/foreign.cuh"
 #include "backend/cuda/attend/kernels.h"
 
 namespace {
@@ -135,6 +136,78 @@ TEST(AttendSelect, UnsupportedProblemsAreGeneric) {
   p = make_params(1, 1, 64);
   p.layer.window.ring.shape = {256, 64};
   EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+}
+
+TEST(AttendSelect, ForeignListsAndFlashMlaLseAreGeneric) {
+  static const std::int32_t slot = 0;
+  static float number;
+  ops::AttendParams plain = make_params(4, 1, 64);
+  plain.step.tokens = nullptr;
+  plain.window_slots = {&slot, 128, nullptr};
+  add_entries(plain, Kind::hca, 4096);
+  plain.entry_slots = {&slot, 512, &slot};
+  ASSERT_NE(kernel_of(plain), AttendKernel::generic);
+  const auto expect_generic = [&](auto change) {
+    ops::AttendParams p = plain;
+    change(p);
+    EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+    for (const cuda::AttendKernelInfo& kernel : cuda::attend_kernels())
+      for (const cuda::AttendVariant& v : kernel.variants) {
+        const AttendSplit split{kernel.kernel, v.min_kv_splits, v.channel_splits, v.cta_pair, v.heads, v.stages};
+        EXPECT_FALSE(kernel.can_run(p, split)) << kernel.name;
+      }
+  };
+  expect_generic([](ops::AttendParams& p) { p.window_slots.count = 100; });
+  expect_generic([](ops::AttendParams& p) { p.entry_slots.limit = 1 << 20; });
+  expect_generic([](ops::AttendParams& p) { p.entry_slots.tokens_per_request = 2; });
+  expect_generic([](ops::AttendParams& p) { p.lse_mode = ops::LseMode::rows; });
+  expect_generic([](ops::AttendParams& p) { p.max_logits = &number; });
+}
+
+TEST(AttendSelect, AListWorkspaceMakesForeignListsPlain) {
+  static const std::int32_t slot = 0;
+  alignas(256) static std::uint8_t workspace[256];
+  static float number;
+  ops::AttendParams p = make_params(4, 1, 64);
+  p.step.tokens = nullptr;
+  p.sink = p.lse = &number;
+  p.lse_mode = ops::LseMode::rows;
+  add_entries(p, Kind::hca, 4096);
+  p.window_slots = {&slot, 131, nullptr, 1 << 20, 128};
+  p.entry_slots = {&slot, 512, &slot, INT32_MAX, -1, 2, 1024};
+  p.list_workspace = workspace;
+  p.list_workspace_bytes = ops::attend_list_bytes(4, 64, 128, 512);
+  ASSERT_EQ(kernel_of(p), AttendKernel::generic);
+  const cuda::ForeignAttend foreign = cuda::plan_foreign(p);
+  ASSERT_TRUE(foreign.is_possible);
+  const ops::AttendParams& plain = foreign.plain;
+  EXPECT_NE(kernel_of(plain), AttendKernel::generic);
+  EXPECT_FALSE(plain.window_slots.foreign() || plain.entry_slots.foreign());
+  EXPECT_EQ(plain.window_slots.max_length(), 128);
+  EXPECT_EQ(plain.entry_slots.max_length(), 512);
+  EXPECT_EQ(plain.sink, nullptr);
+  // All parts lie in the workspace, one behind the other.
+  const std::uint8_t* at = workspace;
+  const auto expect_part = [&](const void* part, std::int64_t bytes) {
+    EXPECT_GE(static_cast<const std::uint8_t*>(part), at);
+    at = static_cast<const std::uint8_t*>(part) + bytes;
+  };
+  expect_part(plain.lse, 4 * 4 * 64);
+  expect_part(plain.window_slots.slots, 4 * 4 * 128);
+  expect_part(plain.window_slots.lens, 4 * 4);
+  expect_part(plain.entry_slots.slots, 4 * 4 * 512);
+  expect_part(plain.entry_slots.lens, 4 * 4);
+  EXPECT_LE(at - workspace, p.list_workspace_bytes);
+
+  const auto expect_impossible = [&](auto change) {
+    ops::AttendParams other = p;
+    change(other);
+    EXPECT_FALSE(cuda::plan_foreign(other).is_possible);
+  };
+  expect_impossible([](ops::AttendParams& o) { --o.list_workspace_bytes; });
+  expect_impossible([](ops::AttendParams& o) { o.list_workspace = nullptr; });
+  expect_impossible([](ops::AttendParams& o) { o.max_logits = &number; });
+  expect_impossible([](ops::AttendParams& o) { o.inverse_rope.rope_dim = 64; });
 }
 
 TEST(AttendSelect, FewTokensAreASmallBatch) {

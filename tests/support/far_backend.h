@@ -125,6 +125,22 @@ class FarBackend final : public Backend {
                             p.inverse_rope.angles.low, p.inverse_rope.angles.high});
     near_->attend(p);
   }
+  void write_slots(const ops::SlotRowsParams& p) override {
+    const Open open(*this, {p.rows.payload.data, p.rows.scale.data, p.slots, p.in.data});
+    near_->write_slots(p);
+  }
+  void gather_slots(const ops::SlotRowsParams& p) override {
+    const Open open(*this, {p.rows.payload.data, p.rows.scale.data, p.slots, p.out.data, p.valid});
+    near_->gather_slots(p);
+  }
+  void make_range_tables(const ops::RangeTablesParams& p) override {
+    const Open open(*this, {p.tokens, p.block_table, p.page_ids, p.ones, p.ranges.lens, p.ranges.begins, p.ranges.ends});
+    near_->make_range_tables(p);
+  }
+  void place_scores(const ops::PlaceScoresParams& p) override {
+    const Open open(*this, {p.scores, p.logits.data, p.ranges.lens, p.ranges.begins, p.ranges.ends});
+    near_->place_scores(p);
+  }
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override {
     check_staging(layout.bytes);

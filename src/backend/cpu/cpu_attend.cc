@@ -15,9 +15,9 @@ constexpr int kMinGroupHeads = 16;  // and at least this many, however many thre
 template <class F>
 void for_each_slot(const ops::SlotList& list, const ops::RowPlanes& rows, std::int64_t rows_per_block,
                    std::int64_t token, F&& f) {
-  const std::int64_t count = list.lens == nullptr ? list.stride : list.lens[token];
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int32_t slot = list.slots[token * list.stride + i];
+  const std::int32_t count = list.length(token);
+  for (std::int32_t i = 0; i < count; ++i) {
+    const std::int32_t slot = list.slot(token, i);
     if (slot >= 0) f(rows, slot / rows_per_block, slot % rows_per_block);
   }
 }
@@ -52,6 +52,12 @@ void for_each_entry(const ops::AttendParams& p, std::int64_t token, F&& f) {
       visit(static_cast<const std::int32_t*>(p.chosen.data)[token * p.chosen.row_stride + i]);
 }
 
+/// Channels of a row. A layer whose window lives in another pool may have entries only.
+int width_of(const ops::AttendParams& p) {
+  const int width = p.layer.window.ring.shape.width;
+  return width > 0 ? width : p.layer.kinds[0].page.shape.width;
+}
+
 bool is_padded(const ops::AttendParams& p, std::int64_t token) {
   return p.step.tokens != nullptr && p.step.tokens[token].padded();
 }
@@ -61,11 +67,11 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
   if (is_padded(p, token)) return;
   if (p.window_slots.slots != nullptr)
     for_each_slot(p.window_slots, p.layer.window.ring, p.layer.window.rows, token, f);
-  else
+  else if (p.step.tokens != nullptr)
     for_each_window_row(p.layer, p.step, p.step.tokens[token], f);
   if (p.entry_slots.slots != nullptr)
     for_each_slot(p.entry_slots, p.layer.kinds[0].page, p.layer.kinds[0].rows_per_block, token, f);
-  else if (p.layer.num_kinds > 0)
+  else if (p.step.tokens != nullptr && p.layer.num_kinds > 0)
     for_each_entry(p, token, f);
 }
 
@@ -112,7 +118,7 @@ int group_heads(int num_heads, std::int64_t tokens, int threads) {
 }  // namespace
 
 void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
-  const int width = p.layer.window.ring.shape.width, stride = attend_stride(width);
+  const int width = width_of(p), stride = attend_stride(width);
   AttendBuffers& b = attend_buffers_[worker];
   kernels_.convert(
       {std::int64_t{heads} * width, input_row(p.q, token, first_head * width), p.q.dtype, b.heads.data(), DType::f32});
@@ -153,14 +159,15 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
         {width, acc, DType::f32,
          static_cast<std::uint8_t*>(p.out.data) + at * width * static_cast<std::int64_t>(element_bytes(p.out.dtype)),
          p.out.dtype});
-    if (p.lse != nullptr) p.lse[at] = end.lse;
+    if (p.lse != nullptr) p.lse[at] = p.lse_mode == ops::LseMode::all ? end.lse : ops::lse_of_rows(state);
+    if (p.max_logits != nullptr) p.max_logits[at] = state.sum == 0.0f ? -INFINITY : state.max;
   }
 }
 
 void CpuBackend::attend(const ops::AttendParams& p) {
   const int group = group_heads(p.num_heads, p.step.num_tokens, pool_.threads());
   const int groups = (p.num_heads + group - 1) / group;
-  fit_buffers(p.layer.window.ring.shape.width, 0, group);
+  fit_buffers(width_of(p), 0, group);
   pool_.run(std::int64_t{p.step.num_tokens} * groups, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t i = begin; i < end; ++i) {
       const int first = static_cast<int>(i % groups) * group;

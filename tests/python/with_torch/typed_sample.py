@@ -6,6 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kv4
+import kv4.deep_gemm
+import kv4.flash_mla
+import kv4.torch
 from kv4.transformers import Kv4Cache, accelerate, rewindable
 
 
@@ -32,3 +35,11 @@ def step(ids: list[int]) -> int:
     manager.commit(made)
     print(made)
     return kv4.NO_REQUEST
+
+
+def kernels(q: torch.Tensor, pool: torch.Tensor, lists: torch.Tensor) -> int:
+    out, lse = kv4.torch.attend(q, pool, lists, 0.1, lse_mode="rows")
+    plan, none = kv4.flash_mla.get_mla_metadata()
+    out, lse = kv4.flash_mla.flash_mla_with_kvcache(q, pool, None, None, 512, plan, none, indices=lists, out=out)
+    scores: torch.Tensor = kv4.deep_gemm.fp8_paged_mqa_logits(q, pool, lse, lists, lists, None, 64)
+    return len(out) + len(scores)

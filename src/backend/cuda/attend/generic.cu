@@ -42,6 +42,21 @@ __device__ void inverse_rope(const ops::RopeDesc& rope, int position, int width,
   }
 }
 
+/// As QueryRows, but lists may be foreign.
+struct ListRows : QueryRows {
+  __device__ ListRows(const ops::AttendParams& p, std::int64_t token) : QueryRows(p, token) {
+    if (at.padded()) return;
+    if (p.window_slots.slots != nullptr) window = p.window_slots.length(token);
+    if (p.entry_slots.slots != nullptr) entries = p.entry_slots.length(token);
+  }
+
+  __device__ std::int32_t key(const ops::AttendParams& p, std::int64_t token, std::int32_t i) const {
+    if (i < window && p.window_slots.slots != nullptr) return p.window_slots.slot(token, i);
+    if (i >= window && i < count() && p.entry_slots.slots != nullptr) return p.entry_slots.slot(token, i - window);
+    return QueryRows::key(p, token, i);
+  }
+};
+
 __global__ void __launch_bounds__(kThreads)
     attend_generic(const __grid_constant__ ops::AttendParams p, int head_groups) {
   extern __shared__ float shared[];
@@ -63,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
     sum[c] = 0.0f;
   }
   float row_max = -INFINITY, denominator = 0.0f;
-  const QueryRows rows(p, token);
+  const ListRows rows(p, token);
   for (int i = 0; i < rows.count(); ++i) {
     const std::int32_t key = rows.key(p, token, i);
     const RowPointers place = rows.place(p, i, key, rows.block(p, i, key));
@@ -87,11 +102,15 @@ __global__ void __launch_bounds__(kThreads)
     row_max = next;
   }
   if (!has_head) return;
+  const std::int64_t head_at = token * p.num_heads + head;
+  if (lane == 0 && p.max_logits != nullptr) p.max_logits[head_at] = row_max;
+  if (lane == 0 && p.lse != nullptr && p.lse_mode == ops::LseMode::rows)
+    p.lse[head_at] = denominator == 0.0f ? INFINITY : row_max + logf(denominator);
   if (p.sink != nullptr && !rows.at.padded()) {
     const float sink = p.sink[head], next = fmaxf(row_max, sink);
     if (next != -INFINITY) {
       const float rescale = expf(row_max - next);
-      denominator = codec::fused(denominator, rescale, expf(sink - next));
+      denominator = codec::fused(denominator, rescale, sink == next ? 1.0f : expf(sink - next));
       for (int c = lane; c < width; c += 32) sum[c] *= rescale;
       row_max = next;
     }
@@ -101,9 +120,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   if (!rows.at.padded()) inverse_rope(p.inverse_rope, rows.at.position, width, lane, sum);
   __syncwarp();
-  const std::int64_t head_at = token * p.num_heads + head;
   for (int c = lane; c < width; c += 32) store(p.out, head_at * width + c, sum[c]);
-  if (lane == 0 && p.lse != nullptr) p.lse[head_at] = denominator == 0.0f ? -INFINITY : row_max + logf(denominator);
+  if (lane == 0 && p.lse != nullptr && p.lse_mode == ops::LseMode::all)
+    p.lse[head_at] = denominator == 0.0f ? -INFINITY : row_max + logf(denominator);
 }
 
 }  // namespace

@@ -29,7 +29,8 @@ bool is_supported(const AttendParams& p) {
   return width_of(p) == kAttendWidth && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
          (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && p.q.dtype == DType::bf16 &&
          is_aligned(p.q.data, 16) && p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) &&
-         p.inverse_rope.rope_dim <= kAttendTail && p.softmax_scale > 0.0f;
+         p.inverse_rope.rope_dim <= kAttendTail && p.softmax_scale > 0.0f && !p.window_slots.foreign() &&
+         !p.entry_slots.foreign() && p.lse_mode == ops::LseMode::all && p.max_logits == nullptr;
 }
 
 /// Whether the step alone determines the rows of a query.

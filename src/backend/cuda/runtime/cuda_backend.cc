@@ -287,6 +287,15 @@ void CudaBackend::select_topk(const ops::IndexParams& params) { queue(cuda::sele
 void CudaBackend::index_topk(const ops::IndexParams& params) { queue(cuda::index_topk, params, "index_topk"); }
 void CudaBackend::attend(const ops::AttendParams& params) { queue(cuda::attend, params, "attend"); }
 
+void CudaBackend::write_slots(const ops::SlotRowsParams& params) { queue(cuda::write_slots, params, "write_slots"); }
+void CudaBackend::gather_slots(const ops::SlotRowsParams& params) { queue(cuda::gather_slots, params, "gather_slots"); }
+void CudaBackend::make_range_tables(const ops::RangeTablesParams& params) {
+  queue(cuda::make_range_tables, params, "make_range_tables");
+}
+void CudaBackend::place_scores(const ops::PlaceScoresParams& params) {
+  queue(cuda::place_scores, params, "place_scores");
+}
+
 // --- images
 // ---------------------------------------------------------------------------------------------------------------
 

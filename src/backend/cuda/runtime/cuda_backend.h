@@ -52,6 +52,10 @@ class CudaBackend final : public Backend {
   void select_topk(const ops::IndexParams& params) override;
   void index_topk(const ops::IndexParams& params) override;
   void attend(const ops::AttendParams& params) override;
+  void write_slots(const ops::SlotRowsParams& params) override;
+  void gather_slots(const ops::SlotRowsParams& params) override;
+  void make_range_tables(const ops::RangeTablesParams& params) override;
+  void place_scores(const ops::PlaceScoresParams& params) override;
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override;
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
