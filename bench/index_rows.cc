@@ -14,7 +14,6 @@
 #include "kv4/cuda.h"
 #include "kv4/options.h"
 #include "ops/score_row.h"
-#include "schema/table_layout.h"
 
 namespace kv4::bench {
 namespace {
@@ -287,7 +286,7 @@ void add_prefill(Bench& bench, IndexSets& sets, const std::string& name, Queue q
 /// The workspace has the size that a cache plans, so that the tokens are cut as in a cache.
 void add_prefill_case(Bench& bench, const PrefillCase& c) {
   const int planned =
-      static_cast<int>(default_index_tile_tokens(ops::index_token_bytes(c.keys, kHeads, kWidth)));
+      static_cast<int>(ops::default_index_tile_tokens(ops::index_token_bytes(c.keys, kHeads, kWidth)));
   IndexSets sets(bench, {c.format, c.keys, 1, c.tokens, planned, kMostPrefillLaunches});
   const ScoreMode mode = c.format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact;
   // The top-k comes first, while its scores are still random numbers, as in a decode's rows.

@@ -9,7 +9,6 @@
 #include "kv4/options.h"
 #include "kv4/params.h"
 #include "kv4/version.h"
-#include "schema/table_layout.h"
 #ifdef KV4_HAS_CUDA
 #include "kv4/cuda.h"
 #endif
@@ -163,7 +162,7 @@ std::int64_t kv4_peer_index_struct_bytes() { return static_cast<std::int64_t>(si
 std::int64_t kv4_peer_attend_workspace_bytes() { return kv4::ops::attend_workspace_bytes(); }
 std::int64_t kv4_peer_index_workspace_bytes(std::int64_t max_keys, std::int64_t tokens) {
   const std::int64_t token = kv4::ops::index_token_bytes(max_keys, kv4::ops::kMaxIndexHeads, kKeyWidth);
-  return token * std::min(tokens, kv4::default_index_tile_tokens(token));
+  return token * std::min(tokens, kv4::ops::default_index_tile_tokens(token));
 }
 const char* kv4_peer_version() { return KV4_VERSION; }
 int kv4_peer_has_cuda() {

@@ -125,16 +125,9 @@ std::int64_t index_token_bytes(const CacheSchema& schema) {
 
 }  // namespace
 
-std::int64_t default_index_tile_tokens(std::int64_t token_bytes) {
-  // Scores and top-k of a tile are two launches. On an H200 their start and end take about 10 us together; a tile of
-  // this size takes 0.5 to 1 ms.
-  constexpr std::int64_t kBytes = std::int64_t{256} << 20, kFewest = 128;
-  return std::max(kBytes / token_bytes, kFewest);
-}
-
 std::int64_t index_tile_tokens(const CacheSchema& schema) {
   const std::int64_t asked = schema.options.index_tile_tokens, token = index_token_bytes(schema);
-  const std::int64_t tokens = asked > 0 || token == 0 ? asked : default_index_tile_tokens(token);
+  const std::int64_t tokens = asked > 0 || token == 0 ? asked : ops::default_index_tile_tokens(token);
   return std::min<std::int64_t>(tokens, schema.options.max_step_tokens);
 }
 

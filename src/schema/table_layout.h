@@ -56,7 +56,6 @@ std::int64_t prefix_index_bytes(const CacheSchema& schema);
 
 /// Tokens whose scores and queries the index workspace holds: what the options say, or a default by their bytes.
 std::int64_t index_tile_tokens(const CacheSchema& schema);
-std::int64_t default_index_tile_tokens(std::int64_t token_bytes);
 /// Bytes of the scores and queries of index_tile_tokens tokens; 0 if no layer has index keys.
 std::int64_t index_workspace_bytes(const CacheSchema& schema);
 /// Bytes for long lists of entries that attend reads whole; 0 if there are none.
