@@ -143,6 +143,9 @@ class KV4_API KVCacheManager {
   std::int64_t length(RequestId request, int group = 0) const;   // committed tokens of the group
   std::vector<std::int32_t> token_ids(RequestId request) const;  // committed ones of the backbone
   std::vector<BlockId> blocks(RequestId request) const;          // in the order of the tokens
+  /// Token ids before the next token of the backbone, the latest first, for V4.1's hashes of them (Engram). Before the
+  /// text it is engram.pad_id. A negative id belongs to an image: there and before it they are -1.
+  std::vector<std::int32_t> last_token_ids(RequestId request, int count) const;
 
   /// State and entries of a request as bytes; with the token ids, another cache can continue from them. Throws
   /// Error(bad_state) during a replay without a snapshot: its windows are whole only at the end.

@@ -31,7 +31,7 @@ void Snapshots::restore(std::int32_t slot, const PrefixMatch& match) {
   for (const PendingPart& part : parts_.pending) {
     const ops::KindDesc& kind = layers_[part.layer].kinds[part.kind];
     const ops::PendingDesc& p = kind.pending;
-    if (!kind.overlap)
+    if (p.folds())
       pieces.push_back({prefix_->boundary(match.resume_at / blocks_.tokens()),
                         reinterpret_cast<std::uint8_t*>(p.fold_watermarks + slot * p.fold_watermark_stride), 4});
   }

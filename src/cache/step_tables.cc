@@ -34,8 +34,9 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   desc_.blocks_per_request = static_cast<std::int32_t>(schema.blocks_per_request);
   desc_.block_tokens = schema.block_tokens;
   desc_.ring_rows = schema.config.window + schema.options.max_rewind_tokens;
-  desc_.csa_ratio = schema.config.csa_ratio;
-  desc_.hca_ratio = schema.config.hca_ratio;
+  const bool shares = schema.config.shares_entries();  // the two ratios of V4.1
+  desc_.csa_ratio = shares ? 2 : schema.config.csa_ratio;
+  desc_.hca_ratio = shares ? 1 : schema.config.hca_ratio;
   backend_->fill(tables_.data() + 4 * layout_.block_table, 0xFF, 4 * (layout_.total - layout_.block_table));  // -1
 }
 

@@ -43,7 +43,8 @@ def test_plan_v41_flash():
         ok("plan", "--model", "v4.1-flash", "--context", "8K", "--html", page)
         assert "890.00 B" in page.read_text() and "var(--pending-rows)" in page.read_text() and "var(--other)" not in page.read_text()
     assert "boundaries" not in ok_json("plan", "--context", "8K")
-    refused(["run", "--model", "v4.1-flash", "--tokens", "2K"], "a cache of v4.1-flash cannot run in this version", "kv4 plan")
+    for command in (["run", "--tokens", "2K"], ["bench"]):
+        refused([*command, "--model", "v4.1-flash"], "has no inputs for v4.1-flash", "kv4 plan")
 
 
 def test_released_config():
