@@ -62,5 +62,17 @@ def test_released_config():
         refused(["plan", "--config", str(changed)], "config.json: layer 2 has ratio 2", "must own")
 
 
+def test_golden():
+    for folder, least in (ROOT / "tests/reference/vectors_v41", 120), (ROOT.parent / "shared" / "golden41", 90):
+        if not folder.exists():
+            raise Skipped(f"not beside the checkout: {folder}")
+        result = ok_json("golden", folder)
+        assert result["ok"] and len(result["checks"]) >= least
+        names = {check["name"] for check in result["checks"]}
+        assert {"codec.nvfp4_row.codes", "ties.masked_lists", "draft.attention"} <= names, names
+        for kind in ("latents.entries.codes", "latents.keys.codes", "latents.candidates", "latents.lists", "projections.keys"):
+            assert any(name.endswith("." + kind) for name in names), kind
+
+
 if __name__ == "__main__":
     sys.exit(run_tests(globals()))
