@@ -264,7 +264,7 @@ class Ties {
   }
 
   void check(const SafeTensors& file, GoldenReport& report) {
-    const std::int64_t blocks = (tokens_ + config_.sharing.candidate_block_size - 1) / config_.sharing.candidate_block_size;
+    const std::int64_t size = config_.sharing.candidate_block_size, blocks = (tokens_ + size - 1) / size;
     const std::vector<std::int32_t> lists = file.ints("ties.idx_topk", {queries_, top_}),
                                     masked = file.ints("ties.idx_topk_masked", {queries_, top_});
     const std::vector<std::uint8_t> kept = file.octets("ties.cand_blocks", {queries_, blocks});

@@ -137,7 +137,7 @@ double differing_lists(const Lists& got, const Lists& want) {
   return static_cast<double>(count);
 }
 
-// Entries outside of the kept blocks must score -infinity, all others must not.
+// Entries outside of the blocks that are kept must score -infinity, all others must not.
 double wrong_masks(const RecordedLayerV41& layer, const CaptureLayerV41& got, const Lists& kept, std::int64_t block,
                    int ratio) {
   std::int64_t count = 0;

@@ -40,7 +40,7 @@ struct RecordedRanker {
   Matrix weights;          // [M, index_heads]
   Matrix scores;           // [M, entries], NaN: not visible
   std::vector<std::vector<std::int32_t>> lists;       // [M]
-  std::vector<std::vector<std::int32_t>> candidates;  // [M] kept blocks; the candidate source's only
+  std::vector<std::vector<std::int32_t>> candidates;  // [M] blocks that are kept; the candidate source's only
 };
 
 struct RecordedLayerV41 {
@@ -71,7 +71,7 @@ struct RecordingV41 {
   double softmax_scale = 0;
   std::vector<RecordedLayerV41> layers;  // of the schedule
   std::optional<RecordedDraft> draft;
-  Matrix main_cos, main_sin, compress_cos, compress_sin;  // [positions, rope_dim / 2] the model's tables; may be missing
+  Matrix main_cos, main_sin, compress_cos, compress_sin;  // [positions, rope_dim / 2] the model's own; optional
 };
 
 /// Whether a file belongs to such a recording: its metadata has the schedule.

@@ -11,8 +11,8 @@
 
 namespace kv4::checks {
 
-/// The source of entries and index keys: the compressors' inputs, with keys by the bound weight; or the recorded latents
-/// and projections of keys.
+/// The source of entries and index keys: the compressors' inputs, with keys by the bound weight; or the recorded
+/// latents and projections of keys.
 enum class EntrySource : std::uint8_t { projections, latents };
 
 /// The results of one layer. Of the recorded queries, M of them.
@@ -36,8 +36,8 @@ struct CaptureV41 {
   CanonicalImage image;    // before the drafts
 };
 
-/// Appends all tokens in steps of `chunks`, then one by one. Every layer attends to the list of its ranker: the recorded
-/// list with EntrySource::projections, the cache's own one with EntrySource::latents.
+/// Appends all tokens in steps of `chunks`, then one by one. Every layer attends to the list of its ranker: the
+/// recorded list with EntrySource::projections, the cache's own one with EntrySource::latents.
 CaptureV41 replay_v41(const RecordingV41& recording, EntrySource source, const std::vector<int>& chunks,
                       const std::shared_ptr<Backend>& backend);
 

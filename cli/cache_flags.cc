@@ -46,8 +46,8 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
 void require_v4(const ModelConfig& config, const char* command) {
   if (config.shares_entries())
     throw Error(ErrorCode::bad_config,
-                fmt::format("{} has no inputs for {}, a model of V4.1; its caches run through the library, and kv4 plan "
-                            "and kv4 golden work",
+                fmt::format("{} has no inputs for {}, a model of V4.1; its caches run through the library, and kv4 "
+                            "plan and kv4 golden work",
                             command, config.name));
 }
 

@@ -107,7 +107,9 @@ void add_golden(CLI::App& app, int& exit_code) {
   auto flags = std::make_shared<kv4::cli::GoldenFlags>();
   CLI::App* command =
       app.add_subcommand("golden", "Replay recorded vectors through the library and compare every quantity.");
-  command->add_option("DIR", flags->directory, "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors; or files of V4.1")
+  command
+      ->add_option("DIR", flags->directory,
+                   "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors; or files of V4.1")
       ->required();
   kv4::cli::add_device_flag(*command, flags->device);
   command->add_flag("--json", flags->json,

@@ -148,11 +148,11 @@ class KV4_API LayerCacheHandle {
   /// Writes window rows, pending rows, due entries and due index keys in one pass. V4.1's layers without entries of
   /// their own take raw_kv only.
   void append(const AppendInputs& inputs);
-  /// V4.1's owners: also writes latents bf16 [tokens, head_dim], from which the caller makes the index keys. Row i is the
-  /// latent, before rotation, of the entry that token i completes; other rows stay as they are.
+  /// V4.1's owners: also writes latents bf16 [tokens, head_dim], from which the caller makes the index keys. Row i is
+  /// the latent, before rotation, of the entry that token i completes; other rows stay as they are.
   void append(const AppendInputs& inputs, const TensorView& latents);
-  /// V4.1's owners, after such an append: index_keys [tokens, index_dim], f32 or bf16, before norm and rotation. Row i is
-  /// read iff token i completes an entry.
+  /// V4.1's owners, after such an append: index_keys [tokens, index_dim], f32 or bf16, before norm and rotation. Row i
+  /// is read iff token i completes an entry.
   void append_index_keys(const ConstTensorView& index_keys);
   /// Only the window rows: raw_kv [tokens, head_dim].
   void write_swa(const ConstTensorView& raw_kv);
@@ -182,9 +182,9 @@ class KV4_API LayerCacheHandle {
   /// index_scores and select_topk in one call: the k best by exact scores, or by fast ones, with scores in the cache's
   /// workspace. k from 1 to 2048.
   ///
-  /// V4.1: the layers that follow read the same list, so keep it until the next layer that ranks. The candidate source's
-  /// select_topk and index_topk also keep its candidates until the step ends. Later layers need them: their scores of
-  /// other entries are -infinity, and their lists are made within them.
+  /// V4.1: the layers that follow read the same list, so keep it until the next layer that ranks. The candidate
+  /// source's select_topk and index_topk also keep its candidates until the step ends. Later layers need them: their
+  /// scores of other entries are -infinity, and their lists are made within them.
   void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {},
                   ScoreMode mode = ScoreMode::exact);
 

@@ -214,7 +214,7 @@ struct AppendParams {
 /// V4.1: one owner of a step. Each of its entries is made from a latent, and so is the entry's index key.
 struct OwnerAppendParams {
   AppendParams rows;  // kv[0] of the entries, and gate[0] for ratio 2; the keys have neither
-  const std::uint16_t* key_weight = nullptr;  // bf16 [key width, width]: makes the keys; null: KeyAppendParams brings them
+  const std::uint16_t* key_weight = nullptr;  // bf16 [key width, width]: makes the keys; null: see KeyAppendParams
   /// bf16 [tokens, width] out or null: row i is the latent of the entry that token i completes, other rows stay.
   std::uint16_t* latents = nullptr;
   std::int64_t latent_stride = 0;  // elements
@@ -272,9 +272,9 @@ struct IndexParams {
   std::int64_t workspace_bytes = 0;
 };
 
-/// V4.1: the blocks of entries that a candidate source keeps for each token of a step. Later index lists are made within
-/// them. Block b has the entries [b * block_entries, (b + 1) * block_entries); the block of the newest visible entry
-/// scores infinity.
+/// V4.1: the blocks of entries that a candidate source keeps for each token of a step. Later index lists are made
+/// within them. Block b has the entries [b * block_entries, (b + 1) * block_entries); the block of the newest visible
+/// entry scores infinity.
 struct CandidateDesc {
   std::int32_t block_entries = 0;
   std::int32_t most = 0;  // blocks kept per token; all, if there are no more
@@ -286,7 +286,7 @@ struct CandidateDesc {
   KV4_HD std::int64_t blocks_of(std::int64_t visible) const { return (visible + block_entries - 1) / block_entries; }
   /// The longest history of which nothing is masked.
   KV4_HD std::int64_t unmasked_entries() const { return std::int64_t{most} * block_entries; }
-  /// Entries of a token's kept blocks: only the last block can be cut.
+  /// Entries of the blocks that are kept for a token: only the last block can be cut.
   KV4_HD std::int64_t entries_of(std::int64_t token, std::int64_t visible) const {
     const std::int64_t count = counts[token];
     if (count == 0) return 0;

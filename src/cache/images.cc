@@ -84,6 +84,7 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
     const std::int64_t length = image.lengths[g];
     s.groups[g] = {length, length, length, 0};
   }
+  s.chain.approximate = chain.approximate;
   if (weights_slot) chains_.begin(row, std::move(identity), *weights_slot);
   chains_.hold(row, kept);
   for (std::int64_t i = kept.blocks; i < count; ++i) {

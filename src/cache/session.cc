@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/internal_key.h"
 #include "cache/cache_call.h"
+#include "cache/manager_impl.h"
 #include "cache/session_file.h"
 #include "cache/session_format.h"
 #include "schema/layout_text.h"
@@ -76,6 +78,11 @@ struct SessionSender::Impl {
     require(schema.block_image_bytes <= kMaxSessionRecordBytes, ErrorCode::bad_argument,
             "a block of this cache has {} bytes; a session's record has at most {}: make block_tokens ({}) smaller",
             schema.block_image_bytes, kMaxSessionRecordBytes, schema.block_tokens);
+    const RequestTable& table = manager.impl(InternalKey()).table;
+    require(!table[table.row_of(request)].chain.approximate, ErrorCode::bad_state,
+            "request {} was resumed by a bounded replay, so its bytes are not those of a cold run, and a session would "
+            "keep them under the keys of one; preempt it, or compute it without the hit",
+            request);
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
     const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);

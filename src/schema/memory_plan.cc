@@ -149,7 +149,8 @@ CandidateLayout candidate_layout(const CacheSchema& schema) {
     if (layer.spec.candidate_source >= 0) {
       const std::int64_t entries =
           checked_mul(schema.blocks_per_request, schema.block_tokens / layer.spec.rows[0].ratio, "candidates");
-      out.stride = std::min<std::int64_t>(sharing.candidate_topk_blocks, ceil_div(entries, sharing.candidate_block_size));
+      out.stride =
+          std::min<std::int64_t>(sharing.candidate_topk_blocks, ceil_div(entries, sharing.candidate_block_size));
     }
   if (out.stride == 0) return out;
   const std::int64_t tokens = schema.options.max_step_tokens;
@@ -245,7 +246,8 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   add("index workspace", 1, index_workspace_bytes(schema),
       fmt::format("scores and queries of {} tokens", index_tile_tokens(schema)));
-  add("candidates", 1, candidate_layout(schema).bytes, fmt::format("blocks of entries of {} tokens", o.max_step_tokens));
+  add("candidates", 1, candidate_layout(schema).bytes,
+      fmt::format("blocks of entries of {} tokens", o.max_step_tokens));
   add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));

@@ -6,14 +6,10 @@
 namespace kv4 {
 
 void require_operations(const CacheSchema& schema, bool has_shared_entries) {
-  if (schema.config.shares_entries()) {
-    require(has_shared_entries, ErrorCode::bad_config,
-            "a cache of {} cannot run on this backend, which has no operations on entries that layers share (V4.1); "
-            "use make_cpu_backend()",
-            schema.config.name);
-    require(!schema.options.prefix.enabled, ErrorCode::bad_config,
-            "a cache of {} keeps no prefixes in this version; set prefix.enabled = false", schema.config.name);
-  }
+  require(has_shared_entries || !schema.config.shares_entries(), ErrorCode::bad_config,
+          "a cache of {} cannot run on this backend, which has no operations on entries that layers share (V4.1); "
+          "use make_cpu_backend()",
+          schema.config.name);
   if (has_shared_entries) return;
   const Format window = *schema.options.window_format, entries = *schema.options.entry_format;
   for (const Format format : {window, entries})

@@ -98,7 +98,7 @@ TEST_P(RowKernelsTest, Encode) {
   }
 }
 
-// nvfp4_row divides by its scale: every mantissa under every mantissa of amax, ties included, and the ends of the range.
+// nvfp4_row divides by its scale: every mantissa under every mantissa of amax, with ties and the ends of the range.
 TEST_P(RowKernelsTest, EntriesOfEveryMantissaPair) {
   const codec::RowShape shape{128, 0};
   for (const std::uint32_t exponent : {0u, 1u, 100u, 117u, 118u, 119u, 124u, 127u, 130u, 137u, 138u, 139u, 254u})
@@ -108,7 +108,8 @@ TEST_P(RowKernelsTest, EntriesOfEveryMantissaPair) {
         for (std::uint32_t c = 0; c < 128; ++c) {
           const std::uint32_t bits = exponent >= down ? (exponent - down) << 7 | (c * 5 + mantissa) % 128 : c;
           const std::uint32_t most = exponent << 7 | mantissa;
-          x[c] = codec::bf16_value(static_cast<std::uint16_t>((c % 16 == 3 || bits > most ? most : bits) | (c % 3) << 15));
+          const std::uint32_t magnitude = c % 16 == 3 || bits > most ? most : bits;
+          x[c] = codec::bf16_value(static_cast<std::uint16_t>(magnitude | (c % 3 == 1 ? 0x8000u : 0)));
         }
         for (const Format format : {Format::nvfp4_row, Format::fp8_tile32}) {
           std::vector<std::uint8_t> pa(128), sa(8), pb(128), sb(8);
@@ -485,7 +486,10 @@ TEST_P(RowKernelsTest, RotateProjectAndPoolTwo) {
       const bool narrow = first == ops::RowType::bf16;
       const ops::SourceRow sources[] = {
           {narrow ? static_cast<const void*>(kv16.data()) : kv.data(),
-           narrow ? static_cast<const void*>(gate16.data()) : gate.data(), zeros.data(), first, {kv.data(), gate.data()}},
+           narrow ? static_cast<const void*>(gate16.data()) : gate.data(),
+           zeros.data(),
+           first,
+           {kv.data(), gate.data()}},
           {kv.data() + w, gate.data() + w, zeros.data(), ops::RowType::f32, {kv.data(), gate.data()}}};
       std::vector<float> acc(3 * w), a(w), b(w);
       plain().pool(width, sources, 2, acc.data(), a.data());

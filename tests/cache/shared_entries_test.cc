@@ -1,6 +1,5 @@
-// V4.1's reads and writes against the same computed here: latents and keys by the definition, lists and candidates by an
-// exact sort, attention and drafts in double from the gathered rows; lists, candidates and outputs of any split; refused
-// calls.
+// V4.1's reads and writes against the same computed here: keys by their definition, lists and candidates by an exact
+// sort, drafts in double from the stored rows; lists, candidates and outputs in any split; refused calls.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -61,7 +60,8 @@ void read_step(Driver& d, RequestId request, std::int32_t count, bool by_scores,
   const Step step = d.prepare({{request, 3, count}}).value();
   d.append(step);
   const ModelConfig& config = d.cache.schema().config;
-  std::vector<TokenReads> reads(static_cast<std::size_t>(count), TokenReads(static_cast<std::size_t>(config.num_layers)));
+  std::vector<TokenReads> reads(static_cast<std::size_t>(count),
+                                TokenReads(static_cast<std::size_t>(config.num_layers)));
   std::vector<std::int32_t> list;  // of the last ranker
   for (int layer = 0; layer < config.num_layers; ++layer) {
     LayerCacheHandle handle = d.cache.acquire(layer);
@@ -149,8 +149,7 @@ void check_selection(const ModelConfig& config, const TokenReads& token, const s
     if (source) {
       std::vector<float> blocks;
       for (std::size_t j = 0; j < scores.size(); j += size)
-        blocks.push_back(*std::max_element(scores.begin() + static_cast<std::ptrdiff_t>(j),
-                                           scores.begin() + static_cast<std::ptrdiff_t>(std::min(j + size, scores.size()))));
+        blocks.push_back(*std::max_element(scores.data() + j, scores.data() + std::min(j + size, scores.size())));
       if (!blocks.empty()) blocks.back() = INFINITY;
       kept = best(blocks, most);
       std::sort(kept.begin(), kept.end());
@@ -353,7 +352,8 @@ TEST_F(SharedEntries, DraftsSeeTheirWholeBlockAndAreNotStored) {
     if (seen > gathered) {
       const auto decoded = [&] {  // windows of all layers before this stage's
         std::size_t at = 0;
-        for (int layer = 0; layer < stage; ++layer) at += static_cast<std::size_t>(std::min(d.cache.length(r), window) * stored.bytes());
+        for (int layer = 0; layer < stage; ++layer)
+          at += static_cast<std::size_t>(std::min(d.cache.length(r), window) * stored.bytes());
         std::vector<float> row(static_cast<std::size_t>(width));
         const auto* payload = reinterpret_cast<const std::uint8_t*>(before.image.bytes.data() + at);
         const auto* scale = payload + seen * stored.payload_bytes;
@@ -366,8 +366,9 @@ TEST_F(SharedEntries, DraftsSeeTheirWholeBlockAndAreNotStored) {
       all.emplace_back(ring.begin() + i * width, ring.begin() + (i + 1) * width);
     for (std::int64_t i = 0; i < kBlock; ++i) {
       std::vector<float> row(static_cast<std::size_t>(width));
-      for (std::int64_t c = 0; c < width; ++c) row[static_cast<std::size_t>(c)] = codec::round_bf16(rows[static_cast<std::size_t>(i * width + c)]);
-      std::vector<std::uint8_t> payload(static_cast<std::size_t>(stored.payload_bytes)), scale(static_cast<std::size_t>(stored.scale_bytes));
+      std::transform(rows.begin() + i * width, rows.begin() + (i + 1) * width, row.begin(), codec::round_bf16);
+      std::vector<std::uint8_t> payload(static_cast<std::size_t>(stored.payload_bytes)),
+          scale(static_cast<std::size_t>(stored.scale_bytes));
       const codec::RowShape shape{static_cast<int>(width), 0};
       codec::Fp8Tile32::encode(OneLane{}, shape, row.data(), payload.data(), scale.data(), 1.0f);
       codec::Fp8Tile32::decode(OneLane{}, shape, payload.data(), scale.data(), 1.0f, row.data());

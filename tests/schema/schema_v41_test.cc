@@ -274,8 +274,6 @@ TEST(SchemaV41, RunsOnTheCpuOnly) {
   EXPECT_EQ(refusal(model, o, true), "");
   o.row_format = Format::fp8_tile64;  // the row format is not the reason
   EXPECT_EQ(refusal(model, o, false), words);
-  o.prefix.enabled = true;
-  EXPECT_NE(refusal(model, o, true).find("keeps no prefixes in this version"), std::string::npos);
 }
 
 TEST(SchemaV41, RowsOfV41AndTwoFormatsRunOnTheCpuOnly) {

@@ -129,8 +129,8 @@ inline ModelConfig real_config() {
   return base_config(512, 64, 128, 128, 4, 128, {LayerKind::swa, LayerKind::csa, LayerKind::hca});
 }
 
-/// V4.1: layer 0 has a window only, 1 and 2 own entries of ratio 2, 4 owns entries of ratio 1; 3 and 5 own none. 6 makes
-/// the candidates and owns nothing, 7 and 8 rank within them.
+/// V4.1: layer 0 has a window only, 1 and 2 own entries of ratio 2, 4 owns entries of ratio 1; 3 and 5 own none. 6
+/// makes the candidates and owns nothing, 7 and 8 rank within them.
 inline ModelConfig shared_config(int head, int rope, int index, int window) {
   ModelConfig c = base_config(head, rope, index, window, 4, 128, {});
   c.rms_eps = 1e-20;

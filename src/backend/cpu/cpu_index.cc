@@ -184,8 +184,9 @@ void for_tiles(const ops::IndexParams& p, const TokenSpace& space, F f) {
 void CpuBackend::select_topk(const ops::IndexParams& p) {
   const TokenSpace space(p);
   for_tiles(p, space, [&](std::int64_t first, std::int64_t count) {
-    for_tokens(pool_, first, count,
-               [&](std::int64_t token) { choose(p, token, p.scores + token * p.score_stride, space.histogram(token)); });
+    for_tokens(pool_, first, count, [&](std::int64_t token) {
+      choose(p, token, p.scores + token * p.score_stride, space.histogram(token));
+    });
   });
 }
 

@@ -587,8 +587,8 @@ HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* sc
   return true;
 }
 
-// The pairs of decode_e2m1_normal for every scale byte of nvfp4_row: its products have at most 6 bits and are normal. 0:
-// not for zero, negative scales and NaN, which only other writers make.
+// The pairs of decode_e2m1_normal for every scale byte of nvfp4_row, whose products have at most 6 bits and are normal.
+// 0 for other bytes: NaN, and zero and negative scales, which no encoder writes.
 struct EntryPairs {
   std::uint32_t of[256] = {};
   EntryPairs() {
@@ -603,7 +603,7 @@ template <DType kOut>
 HWY_INLINE bool decode_nvfp4_row(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t width, void* out) {
   constexpr std::size_t kGroup = codec::Nvfp4Row::kGroup;
   static const EntryPairs all;
-  if (width % (4 * kGroup) != 0) return false;
+  if (width > kMaxRowWidth || width % (4 * kGroup) != 0) return false;
   alignas(32) std::uint32_t pairs[kMaxRowWidth / kGroup];
   bool known = true;
   for (std::size_t g = 0; g < width / kGroup; ++g) {
@@ -634,7 +634,7 @@ void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if (format == Format::fp8_tile32 && hn::Lanes(D16()) <= kSmallTile) {
     decode_fp8_tiles<kOut, kSmallTile>(payload, scale, width, out);
-  } else if (format == Format::nvfp4_row && width <= kMaxRowWidth && decode_nvfp4_row<kOut>(payload, scale, width, out)) {
+  } else if (format == Format::nvfp4_row && decode_nvfp4_row<kOut>(payload, scale, width, out)) {
     return;
   } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
     decode_fp8_row<kOut>(payload, scale, body, out);
