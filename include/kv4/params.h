@@ -213,7 +213,8 @@ struct AppendParams {
 
 /// V4.1: one owner of a step. Each of its entries is made from a latent, and so is the entry's index key.
 struct OwnerAppendParams {
-  AppendParams rows;  // kv[0] of the entries, and gate[0] for ratio 2; the keys have neither
+  /// kv[0] of the entries, and gate[0] for ratio 2; the keys have neither. window_rows.data null: no window rows.
+  AppendParams rows;
   const std::uint16_t* key_weight = nullptr;  // bf16 [key width, width]: makes the keys; null: see KeyAppendParams
   /// bf16 [tokens, width] out or null: row i is the latent of the entry that token i completes, other rows stay.
   std::uint16_t* latents = nullptr;

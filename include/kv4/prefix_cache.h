@@ -84,6 +84,7 @@ struct PrefixIdentity {
   std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
   std::vector<std::string> extra;  // by block, as in Prompt
   bool approximate = false;        // the request was resumed by a bounded replay (V4.1): nothing of it is kept
+  bool narrowed = false;           // its prefill was narrowed (V4.1): its state is kept for no other prompt
 };
 
 /// A change of the prefix cache, for routers and tiers.

@@ -132,6 +132,25 @@ struct HandleScope {
             "the handle of layer {} belongs to step {}, which has ended; acquire a new one", schema.spec.layer,
             step_id);
     step = m.memory.tables.describe(m.steps.open());
+    if (in_decoder()) step = m.memory.tables.describe_decoder(m.steps.open());
+  }
+
+  // A narrowed step: layers behind the last owner run on fewer tokens, and that owner has fewer queries.
+  bool narrows(bool behind) const {
+    const int owner = m.memory.schema.config.last_owner();
+    return m.steps.narrowed() && (behind ? schema.spec.layer > owner : schema.spec.layer == owner);
+  }
+  bool in_decoder() const { return narrows(true); }
+  bool narrows_queries() const { return narrows(false); }
+  // The step of the last owner's reads; its window rows were those of all tokens, or the decoder's.
+  void take_queries() {
+    if (!narrows_queries()) return;
+    const bool whole = m.whole_window_step == m.steps.open().id;
+    step = whole ? m.memory.tables.describe_queries(m.steps.open())
+                 : m.memory.tables.describe_decoder(m.steps.open());
+  }
+  std::span<const ops::StepRecord> step_items() const {
+    return in_decoder() ? m.steps.decoder_items() : m.steps.items();
   }
 
   Backend& backend() const { return *m.memory.backend; }
@@ -155,6 +174,12 @@ struct HandleScope {
             schema.spec.layer, schema.spec.layer);
   }
 
+  // Rows of raw_kv: those of the step's tokens, or the decoder's in the last owner of a narrowed step.
+  std::int64_t window_tokens(const ConstTensorView& raw_kv) const {
+    const std::int64_t decoder = m.steps.open().num_decoder_tokens;
+    return narrows_queries() && raw_kv.ndim == 2 && raw_kv.shape[0] == decoder ? decoder : tokens();
+  }
+
   // An owner's constants.
   void require_bound() const {
     require(desc.kinds[0].norm_weight != nullptr, ErrorCode::bad_state,
@@ -163,6 +188,7 @@ struct HandleScope {
 
   // A layer of V4.1 with entries, its own or another layer's.
   void append_shared(const AppendInputs& inputs, const TensorView& latents, ops::AppendParams& p, int index) const {
+    const ConstTensorView& window = inputs.raw_kv;
     require(inputs.index_kv.empty() && inputs.index_gate.empty(), ErrorCode::bad_argument,
             "layer {} makes index keys from latents; leave index_kv and index_gate empty", schema.spec.layer);
     if (!is_owner()) {
@@ -198,9 +224,22 @@ struct HandleScope {
       out.latent_stride = latents.strides[0];
     }
     p.rope = m.layers.compress_rope();
+    if (narrows_queries()) append_decoder_rows(p, window);
     out.rows = p;
     m.steps.note_write();
     shared_entries().append_owner(out);
+  }
+
+  // The last owner in a narrowed step: window rows of all tokens, or of the decoder's.
+  void append_decoder_rows(ops::AppendParams& p, const ConstTensorView& raw_kv) const {
+    const bool whole = raw_kv.ndim == 2 && raw_kv.shape[0] == tokens();
+    m.whole_window_step = whole ? m.steps.open().id : 0;
+    if (whole) return;
+    ops::AppendParams rows = p;
+    rows.step = m.memory.tables.describe_decoder(m.steps.open());
+    rows.window_rows = float_rows(raw_kv, rows.step.num_tokens, desc.window.ring.shape.width, "raw_kv");
+    append(rows);
+    p.window_rows = {};
   }
 
   void append(ops::AppendParams& p) const {
@@ -217,7 +256,8 @@ struct HandleScope {
     params.layer = desc;
     std::copy_n(p.kv, ops::LayerDesc::kMaxKinds, params.kv);
     std::copy_n(p.gate, ops::LayerDesc::kMaxKinds, params.gate);
-    m.snapshots.describe_boundaries(index, m.steps.items(), params);
+    const bool decoder = in_decoder() || (narrows_queries() && m.whole_window_step != m.steps.open().id);
+    m.snapshots.describe_boundaries(index, decoder ? m.steps.decoder_items() : m.steps.items(), params);
     backend().save_boundaries(params);
     m.snapshots.note_saved(index);
   }
@@ -268,8 +308,9 @@ struct HandleScope {
     return most;
   }
 
-  ops::IndexParams index_params() const {
+  ops::IndexParams index_params() {
     require_keys("search");
+    take_queries();
     auto params = this->params<ops::IndexParams>();
     params.workspace = reinterpret_cast<std::uint8_t*>(m.memory.index_workspace.data());
     params.workspace_bytes = m.memory.index_workspace.bytes();
@@ -368,7 +409,8 @@ void LayerCacheHandle::append(const AppendInputs& inputs) { append(inputs, Tenso
 void LayerCacheHandle::append(const AppendInputs& inputs, const TensorView& latents) {
   KV4_SCOPE("kv4 append");
   auto params = scope.params<ops::AppendParams>();
-  params.window_rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
+  const std::int64_t window_tokens = scope.window_tokens(inputs.raw_kv);
+  params.window_rows = float_rows(inputs.raw_kv, window_tokens, scope.desc.window.ring.shape.width, "raw_kv");
   const ConstTensorView* kv[] = {&inputs.kv, &inputs.index_kv};
   const ConstTensorView* gate[] = {&inputs.gate, &inputs.index_gate};
   const char* kv_name[] = {"kv", "index_kv"};
@@ -409,8 +451,10 @@ void LayerCacheHandle::append_index_keys(const ConstTensorView& index_keys) {
 void LayerCacheHandle::write_swa(const ConstTensorView& raw_kv) {
   KV4_SCOPE("kv4 write_swa");
   auto params = scope.params<ops::AppendParams>();
-  params.window_rows = float_rows(raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
-  scope.append(params);
+  const std::int64_t window_tokens = scope.window_tokens(raw_kv);
+  params.window_rows = float_rows(raw_kv, window_tokens, scope.desc.window.ring.shape.width, "raw_kv");
+  if (scope.narrows_queries()) scope.append_decoder_rows(params, raw_kv);
+  if (params.window_rows.data != nullptr) scope.append(params);
 }
 
 void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
@@ -431,6 +475,7 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
 KVPair LayerCacheHandle::gather_compressed_kv(const ConstTensorView& indices, const TensorView& out,
                                               const TensorView& valid) {
   KV4_SCOPE("kv4 gather_compressed_kv");
+  scope.take_queries();
   scope.require_entries("gather");
   require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
               indices.strides[1] == 1,
@@ -463,13 +508,14 @@ TensorView LayerCacheHandle::gather_all_index_keys(const TensorView& out, const 
 
 KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first) {
   KV4_SCOPE("kv4 gather_swa_kv");
+  if (scope.narrows_queries() && scope.m.whole_window_step != scope.m.steps.open().id) scope.take_queries();
   auto params = scope.params<ops::GatherParams>();
   params.out = float_output(out, scope.items(), scope.desc.window.ring.shape.width, "out");
   params.rows_per_item = out.shape[1];
   params.lens = dense_array<std::int32_t>(lens, DType::i32, scope.items(), -1, "lens");
   params.first = dense_array<std::int32_t>(first, DType::i32, scope.items(), -1, "first");
   std::int64_t need = 0;
-  for (const ops::StepRecord& item : scope.m.steps.items())
+  for (const ops::StepRecord& item : scope.step_items())
     if (!item.padded())
       need = std::max<std::int64_t>(need, std::min(item.length, scope.desc.window_tokens - 1) + item.count);
   require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}",
@@ -527,6 +573,7 @@ void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& i
 
 void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse) {
   KV4_SCOPE("kv4 attend");
+  scope.take_queries();
   scope.backend().attend(scope.attend_params(inputs, out, lse, index_));
 }
 
@@ -546,6 +593,7 @@ void LayerCacheHandle::attend_draft(const DraftInputs& inputs, const TensorView&
 
 CandidateView LayerCacheHandle::read_candidate_view() {
   KV4_SCOPE("kv4 read_candidate_view");
+  scope.take_queries();
   require(scope.candidates() != HandleScope::Candidates::none, ErrorCode::bad_argument,
           "layer {} neither picks candidates nor ranks within them", scope.schema.spec.layer);
   scope.require_candidates();
@@ -555,6 +603,9 @@ CandidateView LayerCacheHandle::read_candidate_view() {
 
 SWAView LayerCacheHandle::read_swa_view() {
   KV4_SCOPE("kv4 read_swa_view");
+  require(!scope.in_decoder() && !scope.narrows_queries(), ErrorCode::bad_state,
+          "layer {} has no view of its window in a narrowed step; use attend or gather_swa_kv",
+          scope.schema.spec.layer);
   const ops::StepTableDesc& t = scope.m.memory.tables.desc();
   SWAView view;
   view.payload = plane_view(scope.desc.window.ring.payload);

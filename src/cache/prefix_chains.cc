@@ -24,8 +24,11 @@ PrefixIdentity PrefixChains::identify(const Prompt& prompt) const {
 
 PrefixIdentity PrefixChains::identity_of(std::int32_t row) const {
   const PrefixChain& chain = requests_[row].chain;
-  if (!chain.publishes) return {.extra = {}, .approximate = chain.approximate};
-  return {chain.root, prefix_->weights_generation(chain.weights_slot), chain.tenant, chain.prompt_end, chain.extra};
+  if (!chain.publishes) return {.extra = {}, .approximate = chain.approximate, .narrowed = chain.narrowed};
+  return {chain.root,       prefix_->weights_generation(chain.weights_slot),
+          chain.tenant,     chain.prompt_end,
+          chain.extra,      chain.approximate,
+          chain.narrowed};
 }
 
 void PrefixChains::begin(std::int32_t row, PrefixIdentity identity, std::uint16_t weights_slot) {

@@ -79,10 +79,11 @@ struct SessionSender::Impl {
             "a block of this cache has {} bytes; a session's record has at most {}: make block_tokens ({}) smaller",
             schema.block_image_bytes, kMaxSessionRecordBytes, schema.block_tokens);
     const RequestTable& table = manager.impl(InternalKey()).table;
-    require(!table[table.row_of(request)].chain.approximate, ErrorCode::bad_state,
-            "request {} was resumed by a bounded replay, so its bytes are not those of a cold run, and a session would "
-            "keep them under the keys of one; preempt it, or compute it without the hit",
-            request);
+    const PrefixChain& mark = table[table.row_of(request)].chain;
+    require(!mark.approximate && !mark.narrowed, ErrorCode::bad_state,
+            "request {} {}, so its bytes are not those of a cold run, and a session would keep them under the keys of "
+            "one; preempt it, or compute it without",
+            request, mark.approximate ? "was resumed by a bounded replay" : "has a narrowed prefill");
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
     const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);

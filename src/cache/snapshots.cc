@@ -55,7 +55,7 @@ void Snapshots::begin_step() {
 
 // Plans the boundaries that the rings will not hold after the step.
 void Snapshots::plan_boundaries(std::int32_t row, const Sequence& s, std::size_t item, std::int32_t count) {
-  if (!s.chain.publishes) return;
+  if (!s.chain.publishes || s.chain.narrowed) return;
   const std::int64_t end = s.length() + count, step = blocks_.tokens();
   for (std::int64_t position = (s.length() / step + 1) * step;
        position < end - memory_.schema.options.max_rewind_tokens; position += step) {

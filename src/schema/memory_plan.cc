@@ -75,6 +75,11 @@ TableLayout table_layout(const CacheSchema& schema) {
   t.ring_heads = take(t.max_items);
   t.ring_positions = take(checked_mul(t.max_items, schema.config.window + o.max_rewind_tokens, "tables"));
   t.window_begins = take(o.max_requests);
+  if (schema.config.shares_entries()) {
+    const std::int64_t records = checked_add(t.max_items, std::int64_t{2} * o.max_step_tokens, "tables");
+    t.narrowed_count = checked_add(checked_mul(records, kRecordInts, "tables"), o.max_requests, "tables");
+    t.narrowed = take(t.narrowed_count);
+  }
   t.block_table = take(checked_mul(o.max_requests, schema.blocks_per_request, "block table"));
   return t;
 }

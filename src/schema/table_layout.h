@@ -20,6 +20,8 @@ struct TableLayout {
   std::int64_t ring_heads = 0;      // [I]
   std::int64_t ring_positions = 0;  // [I, window + R]
   std::int64_t window_begins = 0;   // [Q]
+  std::int64_t narrowed = 0;        // V4.1, NarrowedTables: [I + 2 M] StepRecord, [Q]
+  std::int64_t narrowed_count = 0;  // elements; 0: none
   std::int64_t block_table = 0;     // [Q, blocks_per_request]
   std::int64_t total = 0;
 };

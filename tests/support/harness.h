@@ -153,6 +153,7 @@ struct Work {
   RequestId request = kNoRequest;
   std::uint64_t stream = 0;
   std::int32_t count = 1;
+  std::int32_t decoder_count = 0;  // as StepItem's
 };
 
 /// The form of a step's inputs; it does not change the tokens.
@@ -213,7 +214,8 @@ class Driver {
     }
     for (std::size_t i = 0; i < work.size(); ++i)
       items.push_back({work[i].request, work[i].count,
-                       work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1});
+                       work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1,
+                       work[i].decoder_count});
     return cache.prepare_forward(items, group);
   }
 

@@ -257,9 +257,9 @@ void CpuBackend::append_owner(const ops::OwnerAppendParams& params) {
     const Compressor compressor(kernels_, entries, rows.kv[0], rows.gate[0]);
     for (std::int64_t i = begin; i < end; ++i) {
       const ops::StepRecord& token = step.tokens[i];
-      if (i + kPrefetchTokens < end) prefetch_token(rows, i + kPrefetchTokens);
+      if (rows.window_rows.data != nullptr && i + kPrefetchTokens < end) prefetch_token(rows, i + kPrefetchTokens);
       if (token.padded()) continue;
-      window_rows.write(i);
+      if (rows.window_rows.data != nullptr) window_rows.write(i);
       if (entries.ratio > 1)
         compressor.store_pending(token, i + 1 < end && !step.tokens[i + 1].padded() ? &token + 1 : nullptr);
       if ((token.position + 1) % entries.ratio != 0 || token.block < 0) continue;
