@@ -95,7 +95,7 @@ ConstTensorView DeviceTensors::in(const ConstTensorView& host) {
 
 LayerWeights DeviceTensors::in(const LayerWeights& host) {
   return {in(host.position_bias), in(host.norm_weight), in(host.index_position_bias), in(host.index_norm_weight),
-          in(host.raw_norm_weight)};
+          in(host.raw_norm_weight), in(host.index_key_weight)};
 }
 
 AppendInputs DeviceTensors::in(const AppendInputs& host) {

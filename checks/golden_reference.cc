@@ -15,7 +15,8 @@ namespace kv4::checks {
 namespace {
 
 constexpr int kTile = 64;   // channels per scale of fp8_tile64
-constexpr int kGroup = 32;  // channels per scale of mxfp4
+constexpr int kGroup = 32;  // channels per scale of mxfp4 and of fp8_tile32
+constexpr int kEntryGroup = 16;  // channels per scale of nvfp4_row
 constexpr double kE4m3Max = 448;
 constexpr double kE2m1Max = 6;
 constexpr double kTileFloor = 1e-4;  // least amax of fp8_tile64
@@ -142,12 +143,18 @@ float nearest_bf16(float x) {
 void decode_row(const RowSchema& row, const std::byte* payload, const std::byte* scale, std::span<float> out) {
   static const std::array<double, 256> kE4m3 = e4m3_values();
   const auto octet = [&](int i) { return std::to_integer<unsigned>(payload[i]); };
+  const bool entry = row.format == Format::nvfp4_row;  // its scales are e4m3
   const int quantised = row.format == Format::bf16 ? 0 : row.width - (row.format == Format::fp8_tile64 ? row.tail : 0);
-  const int channels = row.format == Format::bf16 ? 1 : tile_rule(row.format).channels;
+  const int channels = entry                               ? kEntryGroup
+                       : row.format == Format::fp8_tile32 ? kGroup
+                       : row.format == Format::bf16       ? 1
+                                                          : tile_rule(row.format).channels;
   for (int start = 0; start < quantised; start += channels) {
-    const double step = ue8m0(scale[start / channels]);
+    const std::byte byte = scale[start / channels];
+    const double step = entry ? kE4m3[std::to_integer<unsigned>(byte)] : ue8m0(byte);
     for (int i = start; i < start + channels; ++i) {
-      const double code = row.format == Format::mxfp4 ? e2m1(octet(i / 2) >> (i % 2 * 4)) : kE4m3[octet(i)];
+      const bool fp4 = entry || row.format == Format::mxfp4;
+      const double code = fp4 ? e2m1(octet(i / 2) >> (i % 2 * 4)) : kE4m3[octet(i)];
       out[i] = static_cast<float>(code * step);
     }
   }

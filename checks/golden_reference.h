@@ -36,7 +36,7 @@ double bf16_ulp(double magnitude);
 /// `x` rounded to the nearest bf16, ties to even.
 float nearest_bf16(float x);
 
-/// Decodes a stored row. fp8_tile64, bf16 and mxfp4: the formats of the two replays.
+/// Decodes a stored row. fp8_tile64, bf16 and mxfp4, fp8_tile32 and nvfp4_row: the formats of the replays.
 void decode_row(const RowSchema& row, const std::byte* payload, const std::byte* scale, std::span<float> out);
 
 /// Allowed distance of a stored channel from `want` when the quantised value may be off by `slack`: slack + half a step

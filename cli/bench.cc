@@ -146,6 +146,7 @@ int check_resident_memory(const BenchSettings& settings, bool json) {
 }
 
 int run_bench(const BenchFlags& flags) {
+  require_v4(read_model(flags.model), "kv4 bench");
   const BenchSettings settings{read_model(flags.model),
                                static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024)),
                                &kernels_of(flags.target)};

@@ -43,6 +43,14 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
       ->group("Model");
 }
 
+void require_v4(const ModelConfig& config, const char* command) {
+  if (config.shares_entries())
+    throw Error(ErrorCode::bad_config,
+                fmt::format("{} has no inputs for {}, a model of V4.1; its caches run through the library, and kv4 "
+                            "plan and kv4 golden work",
+                            command, config.name));
+}
+
 ModelConfig read_model(const ModelFlags& flags) {
   return flags.config.empty() ? model_preset(flags.model) : load_model_config(flags.config);
 }

@@ -19,6 +19,8 @@ struct ModelFlags {
 };
 void add_flags(CLI::App& app, ModelFlags& flags);
 ModelConfig read_model(const ModelFlags& flags);
+/// Throws Error(bad_config) for a model of V4.1, which `command` has no inputs for.
+void require_v4(const ModelConfig& config, const char* command);
 
 /// Formats and layout; each command has its own sizes.
 struct FormatFlags {

@@ -2,13 +2,17 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
 
 #include "checks/device_tensors.h"
 #include "checks/golden_checks.h"
+#include "checks/golden_v41_recording.h"
 #include "checks/table.h"
 #include "commands.h"
 #include "device_flag.h"
@@ -27,6 +31,29 @@ struct GoldenFlags {
   bool json = false;
 };
 
+// Files of V4.1 have other names: codecs41*, and layers whose metadata has the model's schedule. False: there are none.
+bool run_v41(const std::filesystem::path& root, const std::shared_ptr<Backend>& backend, GoldenReport& report) {
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(root))
+    if (entry.path().extension() == ".safetensors") paths.push_back(entry.path());
+  std::sort(paths.begin(), paths.end());
+  const bool is_v4 = std::filesystem::exists(root / "codecs.safetensors");
+  if (is_v4 || paths.empty()) return false;
+  bool found = false;
+  std::vector<SafeTensors> layers;
+  for (const std::filesystem::path& path : paths) {
+    SafeTensors file = load_safetensors(path.string());
+    if (path.filename().string().starts_with("codecs41")) {
+      check_codecs_v41(file, backend, report);
+      found = true;
+    } else if (is_layer_of_v41(file)) {
+      layers.push_back(std::move(file));
+    }
+  }
+  if (!layers.empty()) check_model_v41(layers, backend, report);
+  return found || !layers.empty();
+}
+
 void run_golden(const std::string& directory, const std::string& device, GoldenReport& report) {
   const std::shared_ptr<Backend> backend = make_backend(device);
   if (!std::filesystem::is_directory(directory)) {
@@ -34,6 +61,7 @@ void run_golden(const std::string& directory, const std::string& device, GoldenR
                 directory + ": not a directory; give the one that holds hf_swa.safetensors and its companions");
   }
   const std::filesystem::path root(directory);
+  if (run_v41(root, backend, report)) return;
   check_codecs(load_safetensors((root / "codecs.safetensors").string()), backend, report);
   for (const auto& [name, kind] :
        {std::pair("swa", LayerKind::swa), std::pair("csa", LayerKind::csa), std::pair("hca", LayerKind::hca)}) {
@@ -79,7 +107,9 @@ void add_golden(CLI::App& app, int& exit_code) {
   auto flags = std::make_shared<kv4::cli::GoldenFlags>();
   CLI::App* command =
       app.add_subcommand("golden", "Replay recorded vectors through the library and compare every quantity.");
-  command->add_option("DIR", flags->directory, "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors")
+  command
+      ->add_option("DIR", flags->directory,
+                   "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors; or files of V4.1")
       ->required();
   kv4::cli::add_device_flag(*command, flags->device);
   command->add_flag("--json", flags->json,

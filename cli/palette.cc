@@ -46,6 +46,7 @@ constexpr Thing kThings[] = {
     {"spare slots", "#117733", "#3fae63"},
     {"step workspace", "#882255", "#d0659c"},
     {"index workspace", "#ddcc77", "#ddcc77"},
+    {"candidates", "#997700", "#bb9922"},
     {"attend workspace", "#cc6677", "#dd7788"},
     {"undo rows", "#999933", "#b9b94a"},
     {"tables", "#44aa99", "#44aa99"},

@@ -34,6 +34,7 @@ struct RunFlags {
 RunSettings read_settings(const RunFlags& flags) {
   RunSettings settings;
   settings.config = read_model(flags.model);
+  require_v4(settings.config, "kv4 run");
   apply(flags.formats, settings.options);
   settings.requests = static_cast<int>(parse_count(flags.requests, "--requests", 1, 256));
   settings.tokens = parse_tokens(flags.tokens, "--tokens");

@@ -73,6 +73,10 @@ struct StepItem {
   std::int32_t count = 1;
   std::span<const std::int32_t> token_ids = {};  // [count]; may be empty for padding and for draft stages
   std::int64_t position = -1;                    // of the first token, must be the request's length; -1: not stated
+  /// V4.1: narrowed prefill. Only the last decoder_count tokens, at least a window, have queries in the last owner of
+  /// entries and run in the layers behind it, the decoder; 0: all. Entries are those of all tokens. Afterwards the
+  /// request cannot be rewound below this step's end, its state is kept for no other prompt, and it has no session.
+  std::int32_t decoder_count = 0;
 };
 
 /// One forward of a batch; its tokens are the items' tokens in order.
@@ -81,6 +85,7 @@ struct Step {
   std::int32_t num_tokens = 0;
   std::int32_t num_items = 0;
   std::int32_t group = 0;
+  std::int32_t num_decoder_tokens = 0;  // rows of the decoder's inputs: num_tokens, where no item is narrowed
 };
 
 /// A request that begins with the blocks of its prompt that the cache keeps.
@@ -143,6 +148,9 @@ class KV4_API KVCacheManager {
   std::int64_t length(RequestId request, int group = 0) const;   // committed tokens of the group
   std::vector<std::int32_t> token_ids(RequestId request) const;  // committed ones of the backbone
   std::vector<BlockId> blocks(RequestId request) const;          // in the order of the tokens
+  /// Token ids before the next token of the backbone, the latest first, for V4.1's hashes of them (Engram). Before the
+  /// text it is engram.pad_id. A negative id belongs to an image: there and before it they are -1.
+  std::vector<std::int32_t> last_token_ids(RequestId request, int count) const;
 
   /// State and entries of a request as bytes; with the token ids, another cache can continue from them. Throws
   /// Error(bad_state) during a replay without a snapshot: its windows are whole only at the end.

@@ -19,13 +19,15 @@ struct LayerWeights {
   ConstTensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
   ConstTensorView index_norm_weight;    // CSA: [index_dim]
   ConstTensorView raw_norm_weight{};    // any layer, optional: [head_dim], of the projection that gives window rows
+  /// V4.1's owners, which have no biases: bf16 [index_dim, head_dim], optional. With it append makes the index keys.
+  ConstTensorView index_key_weight{};
 };
 
 /// One row per token of the step, padding included. bf16 or fp32; fp32 window rows are rounded to bf16.
 struct AppendInputs {
   ConstTensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows, or see raw_is_projection
-  ConstTensorView kv;          // CSA, HCA: [tokens, columns]
-  ConstTensorView gate;        // CSA, HCA: [tokens, columns]
+  ConstTensorView kv;          // CSA, HCA: [tokens, columns]; V4.1's owners: [tokens, head_dim]
+  ConstTensorView gate;        // CSA, HCA: [tokens, columns]; V4.1's owners of ratio 2: [tokens, head_dim]
   ConstTensorView index_kv;    // CSA: [tokens, 2 * index_dim]
   ConstTensorView index_gate;  // CSA: [tokens, 2 * index_dim]
   /// raw_kv comes straight from the projection: append norms it (raw_norm_weight must be bound) and rotates its last
@@ -37,7 +39,7 @@ struct AppendInputs {
 /// and token i closes an entry.
 struct FlushInputs {
   ConstTensorView entries;     // [tokens, head_dim]
-  ConstTensorView index_keys;  // CSA: [tokens, index_dim]
+  ConstTensorView index_keys;  // CSA: [tokens, index_dim]; V4.1: normed and rotated, or empty (append_index_keys)
   ConstTensorView valid;       // [tokens] u8; empty: all
 };
 
@@ -58,6 +60,13 @@ struct AttendInputs {
   ConstTensorView topk{};
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
   bool inverse_rope = false;   // undo the rotation of the output's last rope_dim channels by the query's position
+};
+
+/// V4.1: the queries of drafts and the rows of their blocks, one per token of the step. An item is one draft.
+struct DraftInputs {
+  ConstTensorView raw_kv;          // [tokens, head_dim], as for append
+  bool raw_is_projection = false;  // as for append
+  AttendInputs attend;             // without topk
 };
 
 /// K = V: both name the same dense tensor.
@@ -113,6 +122,16 @@ struct IndexerView {
   const std::int32_t* lens = nullptr;
 };
 
+/// V4.1: the blocks of entries that the candidate source kept for each token of the step, ascending. Block b has the
+/// entries [b * block_entries, (b + 1) * block_entries). Lifetime as SWAView.
+struct CandidateView {
+  std::int32_t block_entries = 0;
+  std::int32_t num_tokens = 0;
+  std::int64_t stride = 0;
+  const std::int32_t* blocks = nullptr;  // [num_tokens, stride]
+  const std::int32_t* counts = nullptr;  // [num_tokens]
+};
+
 class KVCacheManager;
 
 /// A light value, valid for the step it was acquired in. Every call checks shapes and types before the first write;
@@ -126,8 +145,15 @@ class KV4_API LayerCacheHandle {
   int head_dim() const;                    // width of an entry and of a window row
   const LayerCacheSchema& schema() const;  // sizes of the layer
 
-  /// Writes window rows, pending rows, due entries and due index keys in one pass.
+  /// Writes window rows, pending rows, due entries and due index keys in one pass. V4.1's layers without entries of
+  /// their own take raw_kv only.
   void append(const AppendInputs& inputs);
+  /// V4.1's owners: also writes latents bf16 [tokens, head_dim], from which the caller makes the index keys. Row i is
+  /// the latent, before rotation, of the entry that token i completes; other rows stay as they are.
+  void append(const AppendInputs& inputs, const TensorView& latents);
+  /// V4.1's owners, after such an append: index_keys [tokens, index_dim], f32 or bf16, before norm and rotation. Row i
+  /// is read iff token i completes an entry.
+  void append_index_keys(const ConstTensorView& index_keys);
   /// Only the window rows: raw_kv [tokens, head_dim].
   void write_swa(const ConstTensorView& raw_kv);
   /// Entries and index keys made elsewhere. Such a request has no pending rows: do not append to it later.
@@ -155,6 +181,10 @@ class KV4_API LayerCacheHandle {
   void select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots = {});
   /// index_scores and select_topk in one call: the k best by exact scores, or by fast ones, with scores in the cache's
   /// workspace. k from 1 to 2048.
+  ///
+  /// V4.1: the layers that follow read the same list, so keep it until the next layer that ranks. The candidate
+  /// source's select_topk and index_topk also keep its candidates until the step ends. Later layers need them: their
+  /// scores of other entries are -infinity, and their lists are made within them.
   void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {},
                   ScoreMode mode = ScoreMode::exact);
 
@@ -162,6 +192,13 @@ class KV4_API LayerCacheHandle {
   /// head_dim] f32 or bf16; lse [tokens, heads] f32 or empty: log of the softmax's denominator, the sink included.
   void attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse = {});
 
+  /// V4.1's draft stages: attention of the queries of drafts. All queries of an item see the last window of the
+  /// committed rows and all rows of the item, which are quantised as window rows are and not stored. Nothing of the
+  /// cache changes: abort the step afterwards.
+  void attend_draft(const DraftInputs& inputs, const TensorView& out, const TensorView& lse = {});
+
+  /// The candidates that this layer picked or ranks within, once the candidate source has made its list.
+  CandidateView read_candidate_view();
   /// Planes and tables of the window, for kernels of the caller.
   SWAView read_swa_view();
   ClassicalView read_classical_view();  // the same for entries

@@ -75,6 +75,8 @@ struct ModelConfig {
 
   /// Whether layers read entries of other layers: V4.1.
   bool shares_entries() const { return !sharing.ratios.empty(); }
+  /// V4.1: the layer whose entries are the last ones made; the layers behind it are the decoder. -1: none.
+  int last_owner() const { return sharing.owners.empty() ? -1 : sharing.owners.back(); }
 };
 
 /// Throws Error(bad_config) naming the field, its value and the values allowed. V4.1: reads the fields of `text_config`

@@ -76,6 +76,9 @@ struct PendingDesc {
   Plane accumulator;  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
   std::int32_t* fold_watermarks = nullptr;  // [slot * fold_watermark_stride]: tokens below it are in the accumulator
   std::int64_t fold_watermark_stride = 0;
+
+  /// Whether open spans are folded; an overlapping kind and V4.1's keep their rows.
+  KV4_HD bool folds() const { return accumulator.data != nullptr; }
 };
 
 /// One row kind: where its rows lie and how they are made.
@@ -146,8 +149,8 @@ struct StepTableDesc {
   StepRecord* tokens = nullptr;            // [max_step_tokens]
   std::int32_t* item_rows = nullptr;       // [max_items] -1: padded
   std::int32_t* item_slots = nullptr;      // [max_items] state slot after the step, -1: padded
-  std::int32_t* csa_lens = nullptr;        // [max_items] entries after the step
-  std::int32_t* hca_lens = nullptr;        // [max_items]
+  std::int32_t* csa_lens = nullptr;        // [max_items] entries after the step; V4.1: those of ratio 2
+  std::int32_t* hca_lens = nullptr;        // [max_items] V4.1: those of ratio 1
   std::int32_t* ring_heads = nullptr;      // [max_items] window row that the next token will take
   std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
   std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
@@ -208,11 +211,29 @@ struct AppendParams {
   InputDesc gate[LayerDesc::kMaxKinds];
 };
 
+/// V4.1: one owner of a step. Each of its entries is made from a latent, and so is the entry's index key.
+struct OwnerAppendParams {
+  /// kv[0] of the entries, and gate[0] for ratio 2; the keys have neither. window_rows.data null: no window rows.
+  AppendParams rows;
+  const std::uint16_t* key_weight = nullptr;  // bf16 [key width, width]: makes the keys; null: see KeyAppendParams
+  /// bf16 [tokens, width] out or null: row i is the latent of the entry that token i completes, other rows stay.
+  std::uint16_t* latents = nullptr;
+  std::int64_t latent_stride = 0;  // elements
+};
+
+/// V4.1: index keys of an owner as projections of its latents, before norm and rotation.
+struct KeyAppendParams {
+  LayerDesc layer;
+  StepDesc step;
+  RopeDesc rope;
+  InputDesc keys;  // [tokens, key width]: row i belongs to the entry that token i completes
+};
+
 /// Finished entries and index keys for the pages.
 struct FlushParams {
   LayerDesc layer;
   StepDesc step;
-  InputDesc rows[LayerDesc::kMaxKinds];  // [tokens, width]: finished rows of each kind
+  InputDesc rows[LayerDesc::kMaxKinds];  // [tokens, width]: finished rows of each kind; data null: none of it
   const std::uint8_t* valid = nullptr;   // [tokens] or null
 };
 
@@ -250,6 +271,33 @@ struct IndexParams {
   std::int32_t* slots = nullptr;      // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
+};
+
+/// V4.1: the blocks of entries that a candidate source keeps for each token of a step. Later index lists are made
+/// within them. Block b has the entries [b * block_entries, (b + 1) * block_entries); the block of the newest visible
+/// entry scores infinity.
+struct CandidateDesc {
+  std::int32_t block_entries = 0;
+  std::int32_t most = 0;  // blocks kept per token; all, if there are no more
+  std::int64_t stride = 0;
+  std::int32_t* blocks = nullptr;  // [tokens, stride] ascending
+  std::int32_t* counts = nullptr;  // [tokens]
+
+  /// Blocks with an entry that such a token sees.
+  KV4_HD std::int64_t blocks_of(std::int64_t visible) const { return (visible + block_entries - 1) / block_entries; }
+  /// The longest history of which nothing is masked.
+  KV4_HD std::int64_t unmasked_entries() const { return std::int64_t{most} * block_entries; }
+  /// Entries of the blocks that are kept for a token: only the last block can be cut.
+  KV4_HD std::int64_t entries_of(std::int64_t token, std::int64_t visible) const {
+    const std::int64_t count = counts[token];
+    if (count == 0) return 0;
+    const std::int64_t left = visible - std::int64_t{blocks[token * stride + count - 1]} * block_entries;
+    return (count - 1) * block_entries + (left < block_entries ? left : block_entries);
+  }
+  /// The i-th of these entries.
+  KV4_HD std::int64_t entry(std::int64_t token, std::int64_t i) const {
+    return std::int64_t{blocks[token * stride + i / block_entries]} * block_entries + i % block_entries;
+  }
 };
 
 /// Bytes of an index workspace that one token takes: its scores, its encoded queries, the state of its selection. With
@@ -342,6 +390,14 @@ constexpr std::int64_t attend_list_bytes(std::int64_t tokens, std::int64_t heads
   constexpr std::int64_t kLine = 256, kParts = 5;
   return 4 * tokens * (first + second + 2 + heads) + kParts * kLine;
 }
+
+/// V4.1's draft stages: an item's queries see the window before the item and all rows of the item, later ones too. Its
+/// rows go through the window's format into the scratch and are not stored.
+struct DraftParams {
+  AttendParams attend;
+  FrontEndDesc front_end;
+  InputDesc rows;  // [tokens, width]
+};
 
 /// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
 KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);

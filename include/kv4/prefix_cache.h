@@ -31,7 +31,9 @@ struct SnapshotPolicy {
   };
   Kind kind = Kind::checkpoint;
   std::int64_t period_tokens = 8192;  // checkpoint: a multiple of the block
-  std::int64_t replay_tokens = 0;     // none: 0 is exact, window x layers; one window is bounded, an approximation
+  /// none: 0 is exact, window x layers; one window is bounded, an approximation. V4.1: blocks computed after a bounded
+  /// replay are not kept, and such a request has no session.
+  std::int64_t replay_tokens = 0;
 
   /// Whether the boundary at `position` tokens gets a snapshot. `ends_request`: this prompt or output has no further
   /// boundary.
@@ -81,6 +83,8 @@ struct PrefixIdentity {
   TenantId tenant = 0;
   std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
   std::vector<std::string> extra;  // by block, as in Prompt
+  bool approximate = false;        // the request was resumed by a bounded replay (V4.1): nothing of it is kept
+  bool narrowed = false;           // its prefill was narrowed (V4.1): its state is kept for no other prompt
 };
 
 /// A change of the prefix cache, for routers and tiers.

@@ -12,6 +12,23 @@
 
 namespace kv4 {
 
+/// V4.1's operations, of the backends that have them.
+class SharedEntryOperations {
+ public:
+  virtual ~SharedEntryOperations() = default;
+  /// Writes the window rows, pending rows and due entries of an owner; its due index keys where they are made here.
+  virtual void append_owner(const ops::OwnerAppendParams& params) = 0;
+  virtual void append_keys(const ops::KeyAppendParams& params) = 0;
+  /// index_topk and select_topk of the layer that picks the candidates, which they write.
+  virtual void index_topk_and_candidates(const ops::IndexParams& params, const ops::CandidateDesc& candidates) = 0;
+  virtual void select_topk_and_candidates(const ops::IndexParams& params, const ops::CandidateDesc& candidates) = 0;
+  /// The same operations of a later layer: other entries than the candidates do not take part, and score -infinity.
+  virtual void index_scores_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) = 0;
+  virtual void index_topk_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) = 0;
+  virtual void select_topk_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) = 0;
+  virtual void attend_draft(const ops::DraftParams& params) = 0;
+};
+
 class Backend {
  public:
   Backend() = default;
@@ -67,6 +84,8 @@ class Backend {
   virtual void select_topk(const ops::IndexParams& params) = 0;
   virtual void index_topk(const ops::IndexParams& params) = 0;
   virtual void attend(const ops::AttendParams& params) = 0;
+  /// nullptr: this backend runs no caches of V4.1.
+  virtual SharedEntryOperations* shared_entries() { return nullptr; }
 
   // Pools that the caller keeps: kv4/cuda.h says what each call does.
   virtual void write_slots(const ops::SlotRowsParams& params) = 0;

@@ -22,6 +22,7 @@ void for_ring_pieces(const ops::Plane& plane, std::int32_t slot, std::int64_t ri
 template <class Piece>
 void for_pending_pieces(const ops::KindDesc& kind, const PendingPart& part, std::int32_t slot, Piece piece) {
   const ops::PendingDesc& p = kind.pending;
+  if (p.rows == 0) return;
   const std::int64_t half = kind.page.shape.width * static_cast<std::int64_t>(element_bytes(p.dtype));
   for (std::int64_t i = 0; i < part.previous_count; ++i) {
     std::uint8_t* row = p.ring.at(slot, (part.open_first - part.previous_count + i) % p.rows);
@@ -90,7 +91,7 @@ void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayo
   }
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
-    if (kind.overlap) for_pending_pieces(kind, part, slot, add);
+    if (!kind.pending.folds()) for_pending_pieces(kind, part, slot, add);
   }
 }
 
@@ -107,7 +108,7 @@ std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> la
   }
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
-    if (kind.overlap)
+    if (!kind.pending.folds())
       for_pending_pieces(kind, part, slot, add);
     else if (part.open_count > 0)
       add(kind.pending.accumulator.at(slot, 0), part.open_at, std::int64_t{3} * kind.page.shape.width * 4);

@@ -21,11 +21,12 @@ struct CacheMemory {
         state_pool(schema, backend),
         tables(schema, backend),
         index_workspace(backend, index_workspace_bytes(schema)),
-        attend_workspace(backend, attend_workspace_bytes(schema)) {}
+        attend_workspace(backend, attend_workspace_bytes(schema)),
+        candidates(backend, candidate_layout(schema).bytes) {}
 
   std::int64_t bytes() const {
     return kv_pool.memory_bytes() + state_pool.memory_bytes() + tables.memory_bytes() + index_workspace.bytes() +
-           attend_workspace.bytes();
+           attend_workspace.bytes() + candidates.bytes();
   }
 
   CacheSchema schema;  // the pools refer to it
@@ -33,7 +34,7 @@ struct CacheMemory {
   PagedKVPool kv_pool;
   StateCachePool state_pool;
   StepTables tables;
-  DeviceMemory index_workspace, attend_workspace;
+  DeviceMemory index_workspace, attend_workspace, candidates;
 };
 
 }  // namespace kv4

@@ -84,6 +84,8 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
     const std::int64_t length = image.lengths[g];
     s.groups[g] = {length, length, length, 0};
   }
+  s.chain.approximate = chain.approximate;
+  s.chain.narrowed = chain.narrowed;
   if (weights_slot) chains_.begin(row, std::move(identity), *weights_slot);
   chains_.hold(row, kept);
   for (std::int64_t i = kept.blocks; i < count; ++i) {
@@ -96,7 +98,7 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
   }
   if (!weights_slot) return s.id;
   chains_.publish(row);
-  snapshots_.save(row, s, n - 1);  // at a boundary its state is a snapshot
+  if (!s.chain.narrowed) snapshots_.save(row, s, n - 1);  // at a boundary its state is a snapshot
   snapshots_.send();
   return s.id;
 }

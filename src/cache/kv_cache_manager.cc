@@ -119,6 +119,13 @@ std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const try
   fail_for_memory();
 }
 
+std::vector<std::int32_t> KVCacheManager::last_token_ids(RequestId request, int count) const try {
+  const OneThread::Call call(impl_->driver);
+  return impl_->requests.last_token_ids(request, count);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
+
 int KVCacheManager::num_requests() const {
   const OneThread::Call call(impl_->driver);
   return impl_->table.num_running();

@@ -132,6 +132,25 @@ struct HandleScope {
             "the handle of layer {} belongs to step {}, which has ended; acquire a new one", schema.spec.layer,
             step_id);
     step = m.memory.tables.describe(m.steps.open());
+    if (in_decoder()) step = m.memory.tables.describe_decoder(m.steps.open());
+  }
+
+  // A narrowed step: layers behind the last owner run on fewer tokens, and that owner has fewer queries.
+  bool narrows(bool behind) const {
+    const int owner = m.memory.schema.config.last_owner();
+    return m.steps.narrowed() && (behind ? schema.spec.layer > owner : schema.spec.layer == owner);
+  }
+  bool in_decoder() const { return narrows(true); }
+  bool narrows_queries() const { return narrows(false); }
+  // The step of the last owner's reads; its window rows were those of all tokens, or the decoder's.
+  void take_queries() {
+    if (!narrows_queries()) return;
+    const bool whole = m.whole_window_step == m.steps.open().id;
+    step = whole ? m.memory.tables.describe_queries(m.steps.open())
+                 : m.memory.tables.describe_decoder(m.steps.open());
+  }
+  std::span<const ops::StepRecord> step_items() const {
+    return in_decoder() ? m.steps.decoder_items() : m.steps.items();
   }
 
   Backend& backend() const { return *m.memory.backend; }
@@ -144,6 +163,83 @@ struct HandleScope {
     out.layer = desc;
     out.step = step;
     return out;
+  }
+
+  void set_front_end(ops::FrontEndDesc& front_end, int index) const {
+    front_end.norm_weight = m.layers.raw_norm_weight(index);
+    front_end.eps = desc.eps;
+    front_end.rope = m.layers.rope(index);
+    require(front_end.norm_weight != nullptr, ErrorCode::bad_state,
+            "layer {} has no raw_norm_weight; bind_weights({}, ...) with one before raw_is_projection",
+            schema.spec.layer, schema.spec.layer);
+  }
+
+  // Rows of raw_kv: those of the step's tokens, or the decoder's in the last owner of a narrowed step.
+  std::int64_t window_tokens(const ConstTensorView& raw_kv) const {
+    const std::int64_t decoder = m.steps.open().num_decoder_tokens;
+    return narrows_queries() && raw_kv.ndim == 2 && raw_kv.shape[0] == decoder ? decoder : tokens();
+  }
+
+  // An owner's constants.
+  void require_bound() const {
+    require(desc.kinds[0].norm_weight != nullptr, ErrorCode::bad_state,
+            "layer {} has no weights; call bind_weights({}, ...) before append", schema.spec.layer, schema.spec.layer);
+  }
+
+  // A layer of V4.1 with entries, its own or another layer's.
+  void append_shared(const AppendInputs& inputs, const TensorView& latents, ops::AppendParams& p, int index) const {
+    const ConstTensorView& window = inputs.raw_kv;
+    require(inputs.index_kv.empty() && inputs.index_gate.empty(), ErrorCode::bad_argument,
+            "layer {} makes index keys from latents; leave index_kv and index_gate empty", schema.spec.layer);
+    if (!is_owner()) {
+      require(inputs.kv.empty() && inputs.gate.empty(), ErrorCode::bad_argument,
+              "layer {} reads the entries of layer {}; leave kv and gate empty here", schema.spec.layer,
+              schema.spec.rows[0].owner_layer);
+      return append(p);
+    }
+    require_bound();
+    ops::OwnerAppendParams out;
+    const std::int64_t width = desc.kinds[0].page.shape.width;
+    p.kv[0] = float_rows(inputs.kv, tokens(), width, "kv");
+    if (desc.kinds[0].ratio == 1) {
+      require(inputs.gate.empty(), ErrorCode::bad_argument,
+              "layer {} makes an entry of each token; it pools nothing, so leave gate empty", schema.spec.layer);
+    } else {
+      p.gate[0] = float_rows(inputs.gate, tokens(), width, "gate");
+      require(p.kv[0].dtype == p.gate[0].dtype, ErrorCode::bad_argument,
+              "kv is {} and gate is {}; they must have one type", to_string(p.kv[0].dtype),
+              to_string(p.gate[0].dtype));
+    }
+    out.key_weight = m.layers.key_weight(index);
+    require(out.key_weight != nullptr || !latents.empty(), ErrorCode::bad_argument,
+            "layer {} needs its index keys: bind index_key_weight, or take the latents of append and give the keys to "
+            "append_index_keys",
+            schema.spec.layer);
+    if (!latents.empty()) {
+      require(latents.ndim == 2 && latents.dtype == DType::bf16 && latents.shape[0] == tokens() &&
+                  latents.shape[1] == width && latents.strides[1] == 1 && latents.strides[0] >= width,
+              ErrorCode::bad_argument, "latents must be bf16 [{}, {}], channels dense; got {}", tokens(), width,
+              shape_text(latents));
+      out.latents = static_cast<std::uint16_t*>(latents.data);
+      out.latent_stride = latents.strides[0];
+    }
+    p.rope = m.layers.compress_rope();
+    if (narrows_queries()) append_decoder_rows(p, window);
+    out.rows = p;
+    m.steps.note_write();
+    shared_entries().append_owner(out);
+  }
+
+  // The last owner in a narrowed step: window rows of all tokens, or of the decoder's.
+  void append_decoder_rows(ops::AppendParams& p, const ConstTensorView& raw_kv) const {
+    const bool whole = raw_kv.ndim == 2 && raw_kv.shape[0] == tokens();
+    m.whole_window_step = whole ? m.steps.open().id : 0;
+    if (whole) return;
+    ops::AppendParams rows = p;
+    rows.step = m.memory.tables.describe_decoder(m.steps.open());
+    rows.window_rows = float_rows(raw_kv, rows.step.num_tokens, desc.window.ring.shape.width, "raw_kv");
+    append(rows);
+    p.window_rows = {};
   }
 
   void append(ops::AppendParams& p) const {
@@ -160,10 +256,36 @@ struct HandleScope {
     params.layer = desc;
     std::copy_n(p.kv, ops::LayerDesc::kMaxKinds, params.kv);
     std::copy_n(p.gate, ops::LayerDesc::kMaxKinds, params.gate);
-    m.snapshots.describe_boundaries(index, m.steps.items(), params);
+    const bool decoder = in_decoder() || (narrows_queries() && m.whole_window_step != m.steps.open().id);
+    m.snapshots.describe_boundaries(index, decoder ? m.steps.decoder_items() : m.steps.items(), params);
     backend().save_boundaries(params);
     m.snapshots.note_saved(index);
   }
+
+  SharedEntryOperations& shared_entries() const { return *backend().shared_entries(); }
+
+  // V4.1's owner of entries.
+  bool is_owner() const { return schema.spec.kind == LayerKind::shared && !schema.pages.empty(); }
+  void require_owner(const char* what) const {
+    require(is_owner(), ErrorCode::bad_argument, "layer {} owns no entries made from latents, so it has no {}; {}",
+            schema.spec.layer, what,
+            schema.spec.kind == LayerKind::shared
+                ? fmt::format("layer {} owns those that it reads", schema.spec.rows[0].owner_layer)
+                : "only layers of V4.1 do");
+  }
+
+  enum class Candidates : std::uint8_t { none, picks, within };
+  Candidates candidates() const {
+    const int source = schema.spec.candidate_source;
+    return source < 0 ? Candidates::none : source == schema.spec.layer ? Candidates::picks : Candidates::within;
+  }
+  void require_candidates() const {
+    require(m.candidates_step == m.steps.open().id, ErrorCode::bad_state,
+            "layer {} ranks within the candidates of layer {}, which has made no list in this step; call index_topk or "
+            "select_topk of layer {} first",
+            schema.spec.layer, schema.spec.candidate_source, schema.spec.candidate_source);
+  }
+  void note_candidates() const { m.candidates_step = m.steps.open().id; }
 
   void require_entries(const char* what) const {
     require(desc.num_kinds > 0, ErrorCode::bad_argument, "layer {} is {}: it has no entries to {}", schema.spec.layer,
@@ -176,7 +298,7 @@ struct HandleScope {
 
   const std::int32_t* lens() const {
     const ops::StepTableDesc& t = m.memory.tables.desc();
-    return schema.spec.kind == LayerKind::csa ? t.csa_lens : t.hca_lens;
+    return desc.kinds[0].ratio == t.csa_ratio ? t.csa_lens : t.hca_lens;
   }
 
   std::int64_t longest(std::int64_t per_item) const {
@@ -186,8 +308,9 @@ struct HandleScope {
     return most;
   }
 
-  ops::IndexParams index_params() const {
+  ops::IndexParams index_params() {
     require_keys("search");
+    take_queries();
     auto params = this->params<ops::IndexParams>();
     params.workspace = reinterpret_cast<std::uint8_t*>(m.memory.index_workspace.data());
     params.workspace_bytes = m.memory.index_workspace.bytes();
@@ -195,7 +318,7 @@ struct HandleScope {
   }
 
   void set_queries(const IndexInputs& inputs, ops::IndexParams& params) const {
-    const RowSchema& key = schema.pages[1].row;
+    const RowSchema& key = m.memory.schema.layer(schema.spec.rows[1].owner_layer).pages[1].row;
     const bool encoded = inputs.q.dtype == DType::u8;
     require(encoded || is_float(inputs.q.dtype), ErrorCode::bad_argument,
             "q must be f32, bf16 or, encoded as keys are, u8; got {}", shape_text(inputs.q));
@@ -232,6 +355,34 @@ struct HandleScope {
     if (!slots.empty()) params.slots = dense_array<std::int32_t>(slots, DType::i32, tokens(), params.top, "slots");
   }
 
+  ops::AttendParams attend_params(const AttendInputs& inputs, const TensorView& out, const TensorView& lse,
+                                  int index) const {
+    auto params = this->params<ops::AttendParams>();
+    const std::int64_t width = desc.window.ring.shape.width;
+    require(is_float(inputs.q.dtype), ErrorCode::bad_argument, "q must be f32 or bf16; got {}", shape_text(inputs.q));
+    params.q = head_rows(inputs.q, tokens(), width, ops::kMaxQueryHeads, "q");
+    params.num_heads = static_cast<std::int32_t>(inputs.q.shape[1]);
+    params.softmax_scale =
+        inputs.softmax_scale != 0.0f ? inputs.softmax_scale : 1.0f / std::sqrt(static_cast<float>(width));
+    if (!inputs.sink.empty()) params.sink = dense_array<float>(inputs.sink, DType::f32, params.num_heads, -1, "sink");
+    if (!inputs.topk.empty()) {
+      require_entries("choose");
+      require(inputs.topk.ndim == 2 && inputs.topk.dtype == DType::i32 && inputs.topk.shape[0] == tokens() &&
+                  inputs.topk.strides[1] == 1,
+              ErrorCode::bad_argument, "topk must be i32 [{}, k], k dense; got {}", tokens(), shape_text(inputs.topk));
+      params.chosen = {inputs.topk.data, DType::i32, inputs.topk.strides[0]};
+      params.num_chosen = static_cast<std::int32_t>(inputs.topk.shape[1]);
+    }
+    params.out = float_output(out, tokens(), width, "out");
+    require(out.shape[1] == params.num_heads, ErrorCode::bad_argument, "out has {} heads, q {}", out.shape[1],
+            params.num_heads);
+    if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, tokens(), params.num_heads, "lse");
+    if (inputs.inverse_rope) params.inverse_rope = m.layers.rope(index);
+    params.workspace = reinterpret_cast<std::uint8_t*>(m.memory.attend_workspace.data());
+    params.workspace_bytes = m.memory.attend_workspace.bytes();
+    return params;
+  }
+
   // All stored rows of a kind: entries or index keys.
   void gather_all(int kind, const TensorView& out, const TensorView& lens_out) const {
     const ops::KindDesc& k = desc.kinds[kind];
@@ -253,14 +404,24 @@ int LayerCacheHandle::num_query_heads() const { return manager_->schema().config
 int LayerCacheHandle::head_dim() const { return manager_->schema().config.head_dim; }
 const LayerCacheSchema& LayerCacheHandle::schema() const { return manager_->schema().layers[index_]; }
 
-void LayerCacheHandle::append(const AppendInputs& inputs) {
+void LayerCacheHandle::append(const AppendInputs& inputs) { append(inputs, TensorView()); }
+
+void LayerCacheHandle::append(const AppendInputs& inputs, const TensorView& latents) {
   KV4_SCOPE("kv4 append");
   auto params = scope.params<ops::AppendParams>();
-  params.window_rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
+  const std::int64_t window_tokens = scope.window_tokens(inputs.raw_kv);
+  params.window_rows = float_rows(inputs.raw_kv, window_tokens, scope.desc.window.ring.shape.width, "raw_kv");
   const ConstTensorView* kv[] = {&inputs.kv, &inputs.index_kv};
   const ConstTensorView* gate[] = {&inputs.gate, &inputs.index_gate};
   const char* kv_name[] = {"kv", "index_kv"};
   const char* gate_name[] = {"gate", "index_gate"};
+  const bool shares = scope.schema.spec.kind == LayerKind::shared;
+  if (!latents.empty()) scope.require_owner("latents");
+  if (inputs.raw_is_projection) scope.set_front_end(params.front_end, index_);
+  if (shares) {
+    scope.append_shared(inputs, latents, params, index_);
+    return scope.save_boundaries(params, index_);
+  }
   for (int k = 0; k < scope.desc.num_kinds; ++k) {
     require(scope.desc.kinds[k].bias != nullptr, ErrorCode::bad_state,
             "layer {} has no weights; call bind_weights({}, ...) before append", scope.schema.spec.layer,
@@ -272,31 +433,38 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
             "{} is {} and {} is {}; they must have one type", kv_name[k], to_string(params.kv[k].dtype), gate_name[k],
             to_string(params.gate[k].dtype));
   }
-  if (inputs.raw_is_projection) {
-    params.front_end.norm_weight = scope.m.layers.raw_norm_weight(index_);
-    params.front_end.eps = scope.desc.eps;
-    params.front_end.rope = scope.m.layers.rope(index_);
-    require(params.front_end.norm_weight != nullptr, ErrorCode::bad_state,
-            "layer {} has no raw_norm_weight; bind_weights({}, ...) with one before raw_is_projection",
-            scope.schema.spec.layer, scope.schema.spec.layer);
-  }
   scope.append(params);
   scope.save_boundaries(params, index_);
+}
+
+void LayerCacheHandle::append_index_keys(const ConstTensorView& index_keys) {
+  KV4_SCOPE("kv4 append_index_keys");
+  scope.require_owner("index keys");
+  scope.require_bound();
+  auto params = scope.params<ops::KeyAppendParams>();
+  params.rope = scope.m.layers.compress_rope();
+  params.keys = float_rows(index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
+  scope.m.steps.note_write();
+  scope.shared_entries().append_keys(params);
 }
 
 void LayerCacheHandle::write_swa(const ConstTensorView& raw_kv) {
   KV4_SCOPE("kv4 write_swa");
   auto params = scope.params<ops::AppendParams>();
-  params.window_rows = float_rows(raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
-  scope.append(params);
+  const std::int64_t window_tokens = scope.window_tokens(raw_kv);
+  params.window_rows = float_rows(raw_kv, window_tokens, scope.desc.window.ring.shape.width, "raw_kv");
+  if (scope.narrows_queries()) scope.append_decoder_rows(params, raw_kv);
+  if (params.window_rows.data != nullptr) scope.append(params);
 }
 
 void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
   KV4_SCOPE("kv4 flush_compression");
   scope.require_entries("flush");
+  const bool shares = scope.schema.spec.kind == LayerKind::shared;
+  if (shares) scope.require_owner("entries to flush");
   auto params = scope.params<ops::FlushParams>();
   params.rows[0] = float_rows(inputs.entries, scope.tokens(), scope.desc.kinds[0].page.shape.width, "entries");
-  if (scope.desc.num_kinds > 1)
+  if (scope.desc.num_kinds > 1 && !(shares && inputs.index_keys.empty()))
     params.rows[1] = float_rows(inputs.index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
   if (!inputs.valid.empty())
     params.valid = dense_array<std::uint8_t>(inputs.valid, DType::u8, scope.tokens(), -1, "valid");
@@ -307,6 +475,7 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
 KVPair LayerCacheHandle::gather_compressed_kv(const ConstTensorView& indices, const TensorView& out,
                                               const TensorView& valid) {
   KV4_SCOPE("kv4 gather_compressed_kv");
+  scope.take_queries();
   scope.require_entries("gather");
   require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
               indices.strides[1] == 1,
@@ -339,13 +508,14 @@ TensorView LayerCacheHandle::gather_all_index_keys(const TensorView& out, const 
 
 KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first) {
   KV4_SCOPE("kv4 gather_swa_kv");
+  if (scope.narrows_queries() && scope.m.whole_window_step != scope.m.steps.open().id) scope.take_queries();
   auto params = scope.params<ops::GatherParams>();
   params.out = float_output(out, scope.items(), scope.desc.window.ring.shape.width, "out");
   params.rows_per_item = out.shape[1];
   params.lens = dense_array<std::int32_t>(lens, DType::i32, scope.items(), -1, "lens");
   params.first = dense_array<std::int32_t>(first, DType::i32, scope.items(), -1, "first");
   std::int64_t need = 0;
-  for (const ops::StepRecord& item : scope.m.steps.items())
+  for (const ops::StepRecord& item : scope.step_items())
     if (!item.padded())
       need = std::max<std::int64_t>(need, std::min(item.length, scope.desc.window_tokens - 1) + item.count);
   require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}",
@@ -360,7 +530,9 @@ void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView&
   params.mode = mode;
   scope.set_queries(inputs, params);
   scope.set_scores(scores, params);
-  scope.backend().index_scores(params);
+  if (scope.candidates() != HandleScope::Candidates::within) return scope.backend().index_scores(params);
+  scope.require_candidates();
+  scope.shared_entries().index_scores_within(params, scope.m.layers.candidates());
 }
 
 void LayerCacheHandle::select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots) {
@@ -368,7 +540,16 @@ void LayerCacheHandle::select_topk(const ConstTensorView& scores, const TensorVi
   ops::IndexParams params = scope.index_params();
   scope.set_scores(scores, params);
   scope.set_choice(indices, slots, params);
-  scope.backend().select_topk(params);
+  using Candidates = HandleScope::Candidates;
+  switch (scope.candidates()) {
+    case Candidates::none: return scope.backend().select_topk(params);
+    case Candidates::picks:
+      scope.shared_entries().select_topk_and_candidates(params, scope.m.layers.candidates());
+      return scope.note_candidates();
+    case Candidates::within:
+      scope.require_candidates();
+      return scope.shared_entries().select_topk_within(params, scope.m.layers.candidates());
+  }
 }
 
 void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots,
@@ -378,40 +559,53 @@ void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& i
   params.mode = mode;
   scope.set_queries(inputs, params);
   scope.set_choice(indices, slots, params);
-  scope.backend().index_topk(params);
+  using Candidates = HandleScope::Candidates;
+  switch (scope.candidates()) {
+    case Candidates::none: return scope.backend().index_topk(params);
+    case Candidates::picks:
+      scope.shared_entries().index_topk_and_candidates(params, scope.m.layers.candidates());
+      return scope.note_candidates();
+    case Candidates::within:
+      scope.require_candidates();
+      return scope.shared_entries().index_topk_within(params, scope.m.layers.candidates());
+  }
 }
 
 void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse) {
   KV4_SCOPE("kv4 attend");
-  auto params = scope.params<ops::AttendParams>();
-  const std::int64_t width = scope.desc.window.ring.shape.width;
-  require(is_float(inputs.q.dtype), ErrorCode::bad_argument, "q must be f32 or bf16; got {}", shape_text(inputs.q));
-  params.q = head_rows(inputs.q, scope.tokens(), width, ops::kMaxQueryHeads, "q");
-  params.num_heads = static_cast<std::int32_t>(inputs.q.shape[1]);
-  params.softmax_scale =
-      inputs.softmax_scale != 0.0f ? inputs.softmax_scale : 1.0f / std::sqrt(static_cast<float>(width));
-  if (!inputs.sink.empty()) params.sink = dense_array<float>(inputs.sink, DType::f32, params.num_heads, -1, "sink");
-  if (!inputs.topk.empty()) {
-    scope.require_entries("choose");
-    require(inputs.topk.ndim == 2 && inputs.topk.dtype == DType::i32 && inputs.topk.shape[0] == scope.tokens() &&
-                inputs.topk.strides[1] == 1,
-            ErrorCode::bad_argument, "topk must be i32 [{}, k], k dense; got {}", scope.tokens(),
-            shape_text(inputs.topk));
-    params.chosen = {inputs.topk.data, DType::i32, inputs.topk.strides[0]};
-    params.num_chosen = static_cast<std::int32_t>(inputs.topk.shape[1]);
-  }
-  params.out = float_output(out, scope.tokens(), width, "out");
-  require(out.shape[1] == params.num_heads, ErrorCode::bad_argument, "out has {} heads, q {}", out.shape[1],
-          params.num_heads);
-  if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, scope.tokens(), params.num_heads, "lse");
-  if (inputs.inverse_rope) params.inverse_rope = scope.m.layers.rope(index_);
-  params.workspace = reinterpret_cast<std::uint8_t*>(scope.m.memory.attend_workspace.data());
-  params.workspace_bytes = scope.m.memory.attend_workspace.bytes();
-  scope.backend().attend(params);
+  scope.take_queries();
+  scope.backend().attend(scope.attend_params(inputs, out, lse, index_));
+}
+
+void LayerCacheHandle::attend_draft(const DraftInputs& inputs, const TensorView& out, const TensorView& lse) {
+  KV4_SCOPE("kv4 attend_draft");
+  require(scope.m.memory.schema.config.shares_entries() && scope.schema.spec.group != 0, ErrorCode::bad_argument,
+          "layer {} is no draft stage of V4.1; only its queries see the later rows of their draft",
+          scope.schema.spec.layer);
+  require(inputs.attend.topk.empty(), ErrorCode::bad_argument, "layer {} has no entries; leave topk empty",
+          scope.schema.spec.layer);
+  ops::DraftParams params;
+  params.attend = scope.attend_params(inputs.attend, out, lse, index_);
+  params.rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
+  if (inputs.raw_is_projection) scope.set_front_end(params.front_end, index_);
+  scope.shared_entries().attend_draft(params);
+}
+
+CandidateView LayerCacheHandle::read_candidate_view() {
+  KV4_SCOPE("kv4 read_candidate_view");
+  scope.take_queries();
+  require(scope.candidates() != HandleScope::Candidates::none, ErrorCode::bad_argument,
+          "layer {} neither picks candidates nor ranks within them", scope.schema.spec.layer);
+  scope.require_candidates();
+  const ops::CandidateDesc& c = scope.m.layers.candidates();
+  return {c.block_entries, scope.step.num_tokens, c.stride, c.blocks, c.counts};
 }
 
 SWAView LayerCacheHandle::read_swa_view() {
   KV4_SCOPE("kv4 read_swa_view");
+  require(!scope.in_decoder() && !scope.narrows_queries(), ErrorCode::bad_state,
+          "layer {} has no view of its window in a narrowed step; use attend or gather_swa_kv",
+          scope.schema.spec.layer);
   const ops::StepTableDesc& t = scope.m.memory.tables.desc();
   SWAView view;
   view.payload = plane_view(scope.desc.window.ring.payload);

@@ -9,14 +9,19 @@
 namespace kv4 {
 namespace {
 
-const float* checked_constant(const ConstTensorView& t, std::initializer_list<std::int64_t> shape,
-                              const std::string& name) {
+void check_constant(const ConstTensorView& t, DType type, std::initializer_list<std::int64_t> shape,
+                    const std::string& name) {
   const ConstTensorView want(static_cast<const float*>(nullptr), shape);
-  bool same = t.data != nullptr && t.dtype == DType::f32 && t.ndim == want.ndim;
+  bool same = t.data != nullptr && t.dtype == type && t.ndim == want.ndim;
   for (int d = 0; same && d < t.ndim; ++d) same = t.shape[d] == want.shape[d] && t.strides[d] == want.strides[d];
   std::string dims;
   for (std::int64_t d : shape) dims += (dims.empty() ? "" : ", ") + std::to_string(d);
-  require(same, ErrorCode::bad_argument, "{} must be a dense f32 tensor [{}]", name, dims);
+  require(same, ErrorCode::bad_argument, "{} must be a dense {} tensor [{}]", name, to_string(type), dims);
+}
+
+const float* checked_constant(const ConstTensorView& t, std::initializer_list<std::int64_t> shape,
+                              const std::string& name) {
+  check_constant(t, DType::f32, shape, name);
   return static_cast<const float*>(t.data);
 }
 
@@ -52,6 +57,11 @@ Layers::Layers(CacheMemory& memory) : memory_(memory) {
     (descs_.back().num_kinds > 0 ? compresses : slides) = true;
   }
   raw_norm_weights_.resize(descs_.size());
+  key_weights_.resize(descs_.size());
+  if (const CandidateLayout layout = candidate_layout(schema); layout.bytes > 0)
+    candidates_ = {schema.config.sharing.candidate_block_size, schema.config.sharing.candidate_topk_blocks,
+                   layout.stride, reinterpret_cast<std::int32_t*>(memory.candidates.data()),
+                   reinterpret_cast<std::int32_t*>(memory.candidates.data() + layout.counts_at)};
   const ModelConfig& config = schema.config;
   swa_rope_.rope_dim = compress_rope_.rope_dim = config.rope_dim;
   if (slides) {
@@ -69,6 +79,17 @@ void Layers::bind_weights(int layer, const LayerWeights& weights, bool in_step) 
   require(!schema.pages.empty() || !weights.raw_norm_weight.empty(), ErrorCode::bad_argument,
           "layer {} is {}: it has no compressor and takes only raw_norm_weight", layer, to_string(schema.spec.kind));
   require(!in_step, ErrorCode::bad_state, "weights cannot change during a step; commit or abort it first");
+  const float* raw = nullptr;
+  if (!weights.raw_norm_weight.empty())
+    raw = checked_constant(weights.raw_norm_weight, {memory_.schema.config.head_dim},
+                           fmt::format("layer {}: raw_norm_weight", layer));
+  const std::ptrdiff_t index = &schema - memory_.schema.layers.data();
+  if (memory_.schema.config.shares_entries() && !schema.pages.empty()) {
+    bind_owner_weights(schema, weights, raw);
+    return;
+  }
+  require(weights.index_key_weight.empty(), ErrorCode::bad_argument,
+          "layer {} takes no index_key_weight; only V4.1's layers that own entries do", layer);
   const ConstTensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
   const ConstTensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
   const char* bias_name[] = {"position_bias", "index_position_bias"};
@@ -80,15 +101,28 @@ void Layers::bind_weights(int layer, const LayerWeights& weights, bool in_step) 
         checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, where + bias_name[k]);
     found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, where + norm_name[k]);
   }
-  const float* raw = nullptr;
-  if (!weights.raw_norm_weight.empty())
-    raw = checked_constant(weights.raw_norm_weight, {memory_.schema.config.head_dim}, where + "raw_norm_weight");
-  const std::ptrdiff_t index = &schema - memory_.schema.layers.data();
   raw_norm_weights_[index] = raw;
   for (std::size_t k = 0; k < schema.pages.size(); ++k) {
     descs_[index].kinds[k].bias = found[k][0];
     descs_[index].kinds[k].norm_weight = found[k][1];
   }
+}
+
+// V4.1: norm weights of entries and keys, and the projection from a latent to its key where keys are made here.
+void Layers::bind_owner_weights(const LayerCacheSchema& schema, const LayerWeights& weights, const float* raw) {
+  const std::string where = fmt::format("layer {}: ", schema.spec.layer);
+  require(weights.position_bias.empty() && weights.index_position_bias.empty(), ErrorCode::bad_argument,
+          "{}V4.1 has no position_bias and no index_position_bias; leave them empty", where);
+  const std::int64_t width = schema.pages[0].kind.width, key_width = schema.pages[1].kind.width;
+  const float* norm = checked_constant(weights.norm_weight, {width}, where + "norm_weight");
+  const float* key_norm = checked_constant(weights.index_norm_weight, {key_width}, where + "index_norm_weight");
+  if (!weights.index_key_weight.empty())
+    check_constant(weights.index_key_weight, DType::bf16, {key_width, width}, where + "index_key_weight");
+  const std::ptrdiff_t index = &schema - memory_.schema.layers.data();
+  raw_norm_weights_[index] = raw;
+  key_weights_[index] = static_cast<const std::uint16_t*>(weights.index_key_weight.data);
+  descs_[index].kinds[0].norm_weight = norm;
+  descs_[index].kinds[1].norm_weight = key_norm;
 }
 
 void Layers::bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin, bool in_step, PrefixCache* prefix,

@@ -20,6 +20,9 @@ class Layers {
   std::span<const ops::LayerDesc> all() const { return descs_; }  // [owned layers]
   const ops::LayerDesc& operator[](int index) const { return descs_[index]; }
   const float* raw_norm_weight(int index) const { return raw_norm_weights_[index]; }  // null: not bound
+  const std::uint16_t* key_weight(int index) const { return key_weights_[index]; }    // V4.1's owners; null: not bound
+  /// V4.1: the candidates of the open step, which the candidate source writes and later rankers read.
+  const ops::CandidateDesc& candidates() const { return candidates_; }
 
   // SWA layers rotate with one base; the other layers, and their entries, with another.
   const ops::RopeDesc& compress_rope() const { return compress_rope_; }
@@ -34,9 +37,13 @@ class Layers {
   std::int64_t memory_bytes() const;
 
  private:
+  void bind_owner_weights(const LayerCacheSchema& schema, const LayerWeights& weights, const float* raw);
+
   CacheMemory& memory_;
   std::vector<ops::LayerDesc> descs_;
-  std::vector<const float*> raw_norm_weights_;  // [owned layers]
+  std::vector<const float*> raw_norm_weights_;     // [owned layers]
+  std::vector<const std::uint16_t*> key_weights_;  // [owned layers]
+  ops::CandidateDesc candidates_;
   std::optional<RopeTables> swa_angles_, compress_angles_;
   ops::RopeDesc swa_rope_, compress_rope_;
 };

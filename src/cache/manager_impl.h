@@ -54,6 +54,9 @@ struct KVCacheManager::Impl {
   Images images{memory, prefix.get(), layers, table, blocks, snapshots, chains};
   PrefixBlocks prefix_blocks{memory, prefix.get(), blocks, snapshots, steps};
 
+  std::int64_t whole_window_step = 0;  // V4.1: the narrowed step whose last owner has window rows of all tokens
+  std::int64_t candidates_step = 0;  // V4.1: the step whose candidates are there; ids start at 1
+
   CallTimes times;
   ShortageCounts admit_shortages, prepare_forward_shortages;
 };

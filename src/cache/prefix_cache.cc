@@ -25,6 +25,15 @@ PrefixIndexOptions index_options(const CacheSchema& schema) {
   return out;
 }
 
+// The last window rows of layer L need its input there. That is the output of layer L - 1, whose queries reach
+// window - 1 tokens further back.
+bool replays_too_few(const CacheSchema& schema) {
+  const ModelConfig& config = schema.config;
+  const SnapshotPolicy policy = index_options(schema).snapshots;
+  const std::int64_t exact = config.window + std::int64_t{config.window - 1} * (config.num_layers - 1);
+  return config.shares_entries() && policy.kind == SnapshotPolicy::Kind::none && policy.replay_tokens < exact;
+}
+
 /// Different for every cache of the process.
 std::uint64_t next_weights_generation() {
   static std::atomic<std::uint64_t> last = 0;
@@ -35,6 +44,7 @@ std::uint64_t next_weights_generation() {
 
 PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backend>& backend)
     : index(index_options(schema)),
+      replays_too_few_(replays_too_few(schema)),
       identity_(identify_chain(schema, schema.options.prefix.weights_id, {})),
       place_bytes_(snapshot_places(schema).bytes),
       memory_(backend, checked_mul(snapshot_places(schema).count, place_bytes_, "snapshots")),

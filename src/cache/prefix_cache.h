@@ -52,6 +52,12 @@ class PrefixCache {
   std::optional<std::uint16_t> weights_slot_in(std::uint64_t weights_generation) const;
   void set_rope_digest(std::string_view bytes) { identity_.rope_digest = hasher_.digest(bytes); }
 
+  /// Whether a request that resumes here differs from a cold run: V4.1, after a replay of fewer tokens than windows
+  /// depend on. Its blocks are not kept, so that exact and approximate ones do not mix.
+  bool is_approximate(const PrefixMatch& match) const {
+    return replays_too_few_ && match.snapshot == kNoSnapshot && match.resume_at > 0;
+  }
+
   /// A place for a snapshot: a free one, or that of the coldest block, those of running requests last. kNoSnapshot:
   /// none can be had.
   SnapshotId take_place();
@@ -83,6 +89,7 @@ class PrefixCache {
   void keep_place(SnapshotId place, bool inserted);
   SnapshotPlace& at(SnapshotId place) { return places_[place]; }
 
+  const bool replays_too_few_;
   BlockHasher hasher_;
   ChainIdentity identity_;  // without the salt
   std::vector<std::string>

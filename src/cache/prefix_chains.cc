@@ -24,8 +24,11 @@ PrefixIdentity PrefixChains::identify(const Prompt& prompt) const {
 
 PrefixIdentity PrefixChains::identity_of(std::int32_t row) const {
   const PrefixChain& chain = requests_[row].chain;
-  if (!chain.publishes) return {};
-  return {chain.root, prefix_->weights_generation(chain.weights_slot), chain.tenant, chain.prompt_end, chain.extra};
+  if (!chain.publishes) return {.extra = {}, .approximate = chain.approximate, .narrowed = chain.narrowed};
+  return {chain.root,       prefix_->weights_generation(chain.weights_slot),
+          chain.tenant,     chain.prompt_end,
+          chain.extra,      chain.approximate,
+          chain.narrowed};
 }
 
 void PrefixChains::begin(std::int32_t row, PrefixIdentity identity, std::uint16_t weights_slot) {
@@ -57,6 +60,10 @@ void PrefixChains::share(std::int32_t row, const PrefixMatch& match) {
   // A snapshot has the backbone's windows; without one they begin here, and draft stages' windows begin here either
   // way.
   for (GroupProgress& g : s.groups) g = {match.resume_at, match.resume_at, match.resume_at, match.resume_at};
+  if (prefix_->is_approximate(match)) {
+    s.chain.approximate = true;
+    s.chain.publishes = false;
+  }
   if (match.snapshot == kNoSnapshot) return;
   s.groups[0].window_begin = 0;
   ++prefix_->statistics.restored_snapshots;

@@ -141,4 +141,24 @@ std::vector<std::int32_t> Requests::token_ids(RequestId request) const {
   return out;
 }
 
+std::vector<std::int32_t> Requests::last_token_ids(RequestId request, int count) const {
+  const std::int32_t row = table_.row_of(request);
+  constexpr int kMostIds = 1024;
+  require(count >= 0 && count <= kMostIds, ErrorCode::bad_argument, "count is {}; it must be from 0 to {}", count,
+          kMostIds);
+  const std::int32_t pad = static_cast<std::int32_t>(memory_.schema.config.engram.pad_id);
+  std::vector<std::int32_t> out;
+  bool in_image = false;
+  for (std::int64_t at = table_[row].length() - 1; std::ssize(out) < count; --at) {
+    std::int32_t id = pad;
+    if (at >= 0) {
+      const BlockId block = memory_.tables.block(row, at / blocks_.tokens());
+      id = std::as_const(blocks_).token_ids(block)[at % blocks_.tokens()];
+    }
+    in_image = in_image || (at >= 0 && id < 0);
+    out.push_back(in_image ? -1 : id);
+  }
+  return out;
+}
+
 }  // namespace kv4

@@ -33,6 +33,7 @@ class Requests {
 
   std::vector<BlockId> blocks(RequestId request) const;
   std::vector<std::int32_t> token_ids(RequestId request) const;
+  std::vector<std::int32_t> last_token_ids(RequestId request, int count) const;
 
  private:
   Expected<Admission> begin(const Prompt& prompt, PrefixIdentity identity, std::span<const BlockKey> known);

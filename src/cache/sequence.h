@@ -20,7 +20,9 @@ struct GroupProgress {
 
 /// A request's blocks in the prefix index.
 struct PrefixChain {
-  bool publishes = false;  // its full blocks get keys
+  bool publishes = false;    // its full blocks get keys
+  bool approximate = false;  // a bounded replay: its later bytes are not those of a cold run
+  bool narrowed = false;     // its decoder's windows depend on how the prompt was cut: no snapshots
   TenantId tenant = 0;
   std::uint16_t weights_slot = 0;  // of its weights
   BlockKey root{};

@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/internal_key.h"
 #include "cache/cache_call.h"
+#include "cache/manager_impl.h"
 #include "cache/session_file.h"
 #include "cache/session_format.h"
 #include "schema/layout_text.h"
@@ -76,6 +78,12 @@ struct SessionSender::Impl {
     require(schema.block_image_bytes <= kMaxSessionRecordBytes, ErrorCode::bad_argument,
             "a block of this cache has {} bytes; a session's record has at most {}: make block_tokens ({}) smaller",
             schema.block_image_bytes, kMaxSessionRecordBytes, schema.block_tokens);
+    const RequestTable& table = manager.impl(InternalKey()).table;
+    const PrefixChain& mark = table[table.row_of(request)].chain;
+    require(!mark.approximate && !mark.narrowed, ErrorCode::bad_state,
+            "request {} {}, so its bytes are not those of a cold run, and a session would keep them under the keys of "
+            "one; preempt it, or compute it without",
+            request, mark.approximate ? "was resumed by a bounded replay" : "has a narrowed prefill");
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
     const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);

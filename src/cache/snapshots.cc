@@ -31,7 +31,7 @@ void Snapshots::restore(std::int32_t slot, const PrefixMatch& match) {
   for (const PendingPart& part : parts_.pending) {
     const ops::KindDesc& kind = layers_[part.layer].kinds[part.kind];
     const ops::PendingDesc& p = kind.pending;
-    if (!kind.overlap)
+    if (p.folds())
       pieces.push_back({prefix_->boundary(match.resume_at / blocks_.tokens()),
                         reinterpret_cast<std::uint8_t*>(p.fold_watermarks + slot * p.fold_watermark_stride), 4});
   }
@@ -55,7 +55,7 @@ void Snapshots::begin_step() {
 
 // Plans the boundaries that the rings will not hold after the step.
 void Snapshots::plan_boundaries(std::int32_t row, const Sequence& s, std::size_t item, std::int32_t count) {
-  if (!s.chain.publishes) return;
+  if (!s.chain.publishes || s.chain.narrowed) return;
   const std::int64_t end = s.length() + count, step = blocks_.tokens();
   for (std::int64_t position = (s.length() / step + 1) * step;
        position < end - memory_.schema.options.max_rewind_tokens; position += step) {

@@ -1,6 +1,7 @@
 #include "cache/step_tables.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/check.h"
 
@@ -31,11 +32,21 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   desc_.ring_positions = base + layout_.ring_positions;
   desc_.window_begins = base + layout_.window_begins;
   desc_.block_table = base + layout_.block_table;
+  if (layout_.narrowed_count > 0) {
+    const std::int64_t max_tokens = schema.options.max_step_tokens;
+    narrowed_.resize(layout_.narrowed_count);
+    decoder_items_ = reinterpret_cast<const ops::StepRecord*>(base + layout_.narrowed);
+    decoder_tokens_ = decoder_items_ + layout_.max_items;
+    query_tokens_ = decoder_tokens_ + max_tokens;
+    decoder_begins_ = reinterpret_cast<const std::int32_t*>(query_tokens_ + max_tokens);
+    backend_->reserve_staging(4 * layout_.narrowed_count);
+  }
   desc_.blocks_per_request = static_cast<std::int32_t>(schema.blocks_per_request);
   desc_.block_tokens = schema.block_tokens;
   desc_.ring_rows = schema.config.window + schema.options.max_rewind_tokens;
-  desc_.csa_ratio = schema.config.csa_ratio;
-  desc_.hca_ratio = schema.config.hca_ratio;
+  const bool shares = schema.config.shares_entries();  // the two ratios of V4.1
+  desc_.csa_ratio = shares ? 2 : schema.config.csa_ratio;
+  desc_.hca_ratio = shares ? 1 : schema.config.hca_ratio;
   backend_->fill(tables_.data() + 4 * layout_.block_table, 0xFF, 4 * (layout_.total - layout_.block_table));  // -1
 }
 
@@ -92,6 +103,49 @@ void StepTables::update(std::span<const ops::StepRecord> items, std::span<const 
   }
   changed_rows_.clear();
   send(items, window_begins, num_tokens);
+}
+
+// The decoder makes no entries, so its records need no block.
+void StepTables::update_narrowed(const Narrowed& step) {
+  const auto host_of = [&](const auto* device) {  // the same place in the host's copy
+    return narrowed_.data() + (reinterpret_cast<const std::int32_t*>(device) -
+                               reinterpret_cast<const std::int32_t*>(decoder_items_));
+  };
+  const auto put = [&](const ops::StepRecord* to, std::int64_t index, const ops::StepRecord& record) {
+    std::memcpy(host_of(to) + index * static_cast<std::int64_t>(sizeof(record) / 4), &record, sizeof(record));
+  };
+  for (std::int64_t i = 0; i < std::ssize(step.items); ++i) {
+    const ops::StepRecord &item = step.items[i], &narrow = step.decoder_items[i];
+    put(decoder_items_, i, narrow);
+    if (!narrow.padded()) host_of(decoder_begins_)[narrow.row] = step.decoder_begins[i];
+    for (std::int32_t token = narrow.first_token; token < narrow.first_token + narrow.count; ++token) {
+      ops::StepRecord record = narrow, query = item;
+      record.position = query.position = narrow.length + token - narrow.first_token;
+      record.block = query.block = -1;
+      put(decoder_tokens_, token, record);
+      put(query_tokens_, token, query);
+    }
+  }
+  const ops::CopyPiece all{reinterpret_cast<const std::uint8_t*>(narrowed_.data()),
+                           const_cast<std::uint8_t*>(reinterpret_cast<const std::uint8_t*>(decoder_items_)),
+                           4 * layout_.narrowed_count};
+  backend_->write_pieces(std::span(&all, 1), std::as_bytes(std::span(narrowed_)));
+}
+
+ops::StepDesc StepTables::describe_decoder(const Step& step) const {
+  ops::StepDesc out = describe(step);
+  out.num_tokens = step.num_decoder_tokens;
+  out.items = decoder_items_;
+  out.tokens = decoder_tokens_;
+  out.window_begins = decoder_begins_;
+  return out;
+}
+
+ops::StepDesc StepTables::describe_queries(const Step& step) const {
+  ops::StepDesc out = describe(step);
+  out.num_tokens = step.num_decoder_tokens;
+  out.tokens = query_tokens_;
+  return out;
 }
 
 ops::StepDesc StepTables::describe(const Step& step) const {

@@ -29,11 +29,24 @@ class StepTables {
   void update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
               std::int32_t num_tokens);
 
+  /// A narrowed step's items with all their tokens, and as the decoder sees them: it begins later.
+  struct Narrowed {
+    std::span<const ops::StepRecord> items, decoder_items;
+    std::span<const std::int32_t> decoder_begins;  // of their windows
+    std::int32_t num_tokens = 0;
+  };
+  /// V4.1: sends what the last owner and the decoder read in a narrowed step, after update().
+  void update_narrowed(const Narrowed& step);
+
   const ops::StepTableDesc& desc() const { return desc_; }
   std::int64_t max_items() const { return layout_.max_items; }
   std::byte* scratch() const { return scratch_.data(); }
   std::int64_t memory_bytes() const;
   ops::StepDesc describe(const Step& step) const;
+  /// A narrowed step in the decoder: fewer tokens, and windows that begin with them.
+  ops::StepDesc describe_decoder(const Step& step) const;
+  /// The decoder's tokens as queries of a layer that has window rows of all tokens.
+  ops::StepDesc describe_queries(const Step& step) const;
 
  private:
   // Entries [begin, end) of a row that differ from the device's; empty: none do.
@@ -51,7 +64,11 @@ class StepTables {
   DeviceMemory tables_;
   DeviceMemory scratch_;
   ops::StepTableDesc desc_;
-  bool has_replays_;              // false: every window begins at 0
+  // Of a narrowed step, in the tables: items and tokens in the decoder, tokens as queries, begins of windows.
+  const ops::StepRecord *decoder_items_ = nullptr, *decoder_tokens_ = nullptr, *query_tokens_ = nullptr;
+  const std::int32_t* decoder_begins_ = nullptr;
+  std::vector<std::int32_t> narrowed_;  // the same on the host
+  bool has_replays_;                    // false: every window begins at 0
   std::vector<BlockId> blocks_;   // [max_requests, blocks_per_request]
   std::vector<Changed> changed_;  // [max_requests]
   std::vector<std::int32_t> changed_rows_;

@@ -17,6 +17,10 @@ Steps::Steps(CacheMemory& memory, RequestTable& requests, Blocks& blocks, Prefix
   const int max_requests = memory.schema.options.max_requests;
   items_.reserve(memory.tables.max_items());
   window_begins_.reserve(memory.tables.max_items());
+  if (memory.schema.config.shares_entries()) {
+    decoder_items_.reserve(memory.tables.max_items());
+    decoder_begins_.reserve(memory.tables.max_items());
+  }
   parts_.reserve(max_requests);
   // The most table entries that a step changes: the blocks that its tokens fill, and for each request its first and its
   // last block.
@@ -42,6 +46,7 @@ void Steps::check_items(std::span<const StepItem> items, int group) {
     tokens += item.count;
     require(tokens <= schema.options.max_step_tokens, ErrorCode::bad_argument,
             "the step has {} tokens or more; max_step_tokens is {}", tokens, schema.options.max_step_tokens);
+    if (item.decoder_count != 0) check_narrowed(item, i, group);
     if (item.request == kNoRequest) continue;
     const std::int32_t row = requests_.row_of(item.request);
     require(seen_in_step_[row] != step_id, ErrorCode::bad_argument,
@@ -60,6 +65,17 @@ void Steps::check_items(std::span<const StepItem> items, int group) {
   }
 }
 
+// So many tokens of the decoder fill its windows, so later steps find whole ones.
+void Steps::check_narrowed(const StepItem& item, std::size_t index, int group) const {
+  const ModelConfig& config = memory_.schema.config;
+  require(config.shares_entries() && group == 0, ErrorCode::bad_argument,
+          "item {} has decoder_count {}; only steps of V4.1's backbone can be narrowed, so leave it 0", index,
+          item.decoder_count);
+  require(item.decoder_count >= std::min(item.count, config.window) && item.decoder_count <= item.count,
+          ErrorCode::bad_argument, "item {} has decoder_count {} of {} tokens; it must be from {} to {}, or 0 for all",
+          index, item.decoder_count, item.count, std::min(item.count, config.window), item.count);
+}
+
 std::int64_t Steps::blocks_needed(const StepItem& item) const {
   if (item.request == kNoRequest) return 0;
   const std::int32_t row = requests_.known_row_of(item.request);
@@ -72,7 +88,7 @@ std::int64_t Steps::blocks_needed(const StepItem& item) const {
 Shortage Steps::find_shortage(std::span<const StepItem> items, int group) const {
   std::int64_t blocks = 0, slots = 0;
   for (const StepItem& item : items) {
-    slots += item.request != kNoRequest && is_long(item.count);
+    slots += item.request != kNoRequest && is_long(item);
     if (group == 0) blocks += blocks_needed(item);
   }
   // An eviction for one tenant costs another at most one block that it could have evicted.
@@ -95,10 +111,10 @@ void Steps::reserve(std::span<const StepItem> items, int group) {
     record.first_token = first_token;
     first_token += item.count;
     if (item.request == kNoRequest) continue;
-    Part part{requests_.known_row_of(item.request), item.count, -1};
+    Part part{requests_.known_row_of(item.request), item.count, -1, is_narrowed(item)};
     Sequence& s = requests_[part.row];
     s.step_id = step_.id;
-    if (is_long(item.count)) {
+    if (is_long(item)) {
       part.spare = memory_.state_pool.acquire_slot().value();
       memory_.state_pool.copy_slot(s.slot, part.spare);
     }
@@ -112,7 +128,7 @@ void Steps::reserve(std::span<const StepItem> items, int group) {
     if (group != 0) continue;
     if (s.chain.replay_end > 0) record.block = static_cast<std::int32_t>(s.chain.replay_end);
     reserve_blocks(item, part);
-    if (part.spare >= 0) snapshots_.plan_boundaries(part.row, s, items_.size() - 1, part.count);
+    if (part.spare >= 0 && !part.narrowed) snapshots_.plan_boundaries(part.row, s, items_.size() - 1, part.count);
   }
 }
 
@@ -135,12 +151,30 @@ void Steps::reserve_blocks(const StepItem& item, const Part& part) {
   }
 }
 
+// The items as the decoder sees them: a narrowed one begins with its last tokens, and so do its windows.
+void Steps::narrow(std::span<const StepItem> items) {
+  decoder_items_.assign(items_.begin(), items_.end());
+  decoder_begins_.assign(window_begins_.begin(), window_begins_.end());
+  std::int32_t first_token = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    ops::StepRecord& record = decoder_items_[i];
+    if (is_narrowed(items[i]) && !record.padded()) {
+      record.count = items[i].decoder_count;
+      record.length = record.position = items_[i].end() - record.count;
+      decoder_begins_[i] = record.length;
+    }
+    record.first_token = first_token;
+    first_token += record.count;
+  }
+  step_.num_decoder_tokens = first_token;
+}
+
 Expected<Step> Steps::prepare(std::span<const StepItem> items, int group) {
   check_items(items, group);
   if (const Shortage shortage = find_shortage(items, group); shortage != Shortage::none) return shortage;
   std::int32_t tokens = 0;
   for (const StepItem& item : items) tokens += item.count;
-  step_ = {last_id_, tokens, static_cast<std::int32_t>(items.size()), group};
+  step_ = {last_id_, tokens, static_cast<std::int32_t>(items.size()), group, tokens};
   items_.clear();
   window_begins_.clear();
   parts_.clear();
@@ -148,6 +182,11 @@ Expected<Step> Steps::prepare(std::span<const StepItem> items, int group) {
   snapshots_.begin_step();
   reserve(items, group);
   memory_.tables.update(items_, window_begins_, tokens);
+  narrowed_ = std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.narrowed; });
+  if (narrowed_) {
+    narrow(items);
+    memory_.tables.update_narrowed({items_, decoder_items_, decoder_begins_, tokens});
+  }
   is_open_ = true;
   written_ = false;
   return step_;
@@ -193,6 +232,10 @@ void Steps::commit(const Step& step) {
     GroupProgress& g = s.groups[step_.group];
     g.length += part.count;
     g.highest = std::max(g.highest, g.length);
+    if (part.narrowed) {  // the decoder's rows before this were never computed
+      g.floor = std::max(g.floor, g.length);
+      s.chain.narrowed = true;
+    }
     if (part.spare >= 0) {
       memory_.state_pool.release_slot(s.slot);
       s.slot = part.spare;
@@ -204,7 +247,7 @@ void Steps::commit(const Step& step) {
     }
     if (step_.group == 0 && s.chain.publishes) {
       chains_.publish(part.row);
-      snapshots_.save(part.row, s, g.length - part.count);
+      if (!s.chain.narrowed) snapshots_.save(part.row, s, g.length - part.count);
     }
   }
   snapshots_.give_boundaries();

@@ -28,6 +28,9 @@ class Steps {
   /// The open step, and its items, padding included.
   const Step& open() const { return step_; }
   std::span<const ops::StepRecord> items() const { return items_; }
+  /// V4.1: whether the decoder runs on fewer tokens, and the items as it sees them.
+  bool narrowed() const { return narrowed_; }
+  std::span<const ops::StepRecord> decoder_items() const { return narrowed_ ? decoder_items_ : items_; }
   /// Notes that an operation of the open step writes.
   void note_write();
 
@@ -44,6 +47,7 @@ class Steps {
     std::int32_t row = 0;
     std::int32_t count = 0;
     std::int32_t spare = -1;  // slot a long step writes; -1: in place
+    bool narrowed = false;
   };
   struct Commit {
     std::int64_t step_id = 0;
@@ -51,7 +55,13 @@ class Steps {
   };
 
   void check_items(std::span<const StepItem> items, int group);
-  bool is_long(std::int32_t count) const { return count > memory_.schema.options.max_rewind_tokens + 1; }
+  static bool is_narrowed(const StepItem& item) { return item.decoder_count > 0 && item.decoder_count < item.count; }
+  // A narrowed item is a long one: the decoder's rows do not follow those of the state slot.
+  bool is_long(const StepItem& item) const {
+    return item.count > memory_.schema.options.max_rewind_tokens + 1 || is_narrowed(item);
+  }
+  void check_narrowed(const StepItem& item, std::size_t index, int group) const;
+  void narrow(std::span<const StepItem> items);
   std::int64_t blocks_needed(const StepItem& item) const;  // new blocks and copies on write
   Shortage find_shortage(std::span<const StepItem> items, int group) const;
   void reserve(std::span<const StepItem> items, int group);
@@ -71,6 +81,9 @@ class Steps {
   Step step_;
   std::vector<ops::StepRecord> items_;
   std::vector<std::int32_t> window_begins_;  // [num_items]
+  bool narrowed_ = false;                    // by the step
+  std::vector<ops::StepRecord> decoder_items_;
+  std::vector<std::int32_t> decoder_begins_;
   std::vector<Part> parts_;
   std::vector<BlockChange> changes_;
 

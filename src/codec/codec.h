@@ -15,7 +15,7 @@
 
 namespace kv4::codec {
 
-/// Calls f with the codec of a format that has operations. Kernels instantiate all of these.
+/// Calls f with the codec of a format that every backend has. GPU kernels instantiate all of these.
 template <class F>
 KV4_HD auto with_codec(Format format, F&& f) {
   switch (format) {
@@ -46,7 +46,7 @@ struct FormatInfo {
   int tile;         // quantised channels must be a multiple of this
   bool has_global;  // one fp32 scale per page
   bool has_tail = true;        // rows keep the rotated channels bf16
-  bool has_operations = true;  // caches can run with it; false: only be planned
+  bool has_operations = true;  // on every backend; false: on the CPU only
 };
 
 const FormatInfo& format_info(Format format);

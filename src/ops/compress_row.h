@@ -112,18 +112,41 @@ KV4_HD void mean_row(Group g, int width, const float* acc, float* row) {
   g.sync();
 }
 
+/// A row of bf16 values in place: RMS norm -> bf16.
+template <class Group>
+KV4_HD void norm_row(Group g, int width, const float* norm_weight, float eps, float* row, float* tmp) {
+  const float factor = norm_factor(square_sum(g, row, width, tmp), width, eps);
+  for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(row[c] * factor * norm_weight[c]);
+  g.sync();
+}
+
+/// Rotation of the channels [2 * pairs] in place -> bf16.
+template <class Group>
+KV4_HD void rotate_channels(Group g, int pairs, const float* cos, const float* sin, float* channels) {
+  for (int i = g.lane(); i < pairs; i += g.size()) {
+    const float x0 = channels[2 * i], x1 = channels[2 * i + 1];
+    channels[2 * i] = codec::round_bf16(codec::fused(x0, cos[i], -(x1 * sin[i])));
+    channels[2 * i + 1] = codec::round_bf16(codec::fused(x1, cos[i], x0 * sin[i]));
+  }
+  g.sync();
+}
+
 /// A row of bf16 values in place: RMS norm -> bf16 -> rotation of the last 2 * pairs channels -> bf16.
 template <class Group>
 KV4_HD void norm_and_rotate_row(Group g, int width, const float* norm_weight, float eps, int pairs, const float* cos,
                                 const float* sin, float* row, float* tmp) {
-  const float factor = norm_factor(square_sum(g, row, width, tmp), width, eps);
-  for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(row[c] * factor * norm_weight[c]);
-  g.sync();
-  float* tail = row + width - 2 * pairs;
-  for (int i = g.lane(); i < pairs; i += g.size()) {
-    const float x0 = tail[2 * i], x1 = tail[2 * i + 1];
-    tail[2 * i] = codec::round_bf16(codec::fused(x0, cos[i], -(x1 * sin[i])));
-    tail[2 * i + 1] = codec::round_bf16(codec::fused(x1, cos[i], x0 * sin[i]));
+  norm_row(g, width, norm_weight, eps, row, tmp);
+  rotate_channels(g, pairs, cos, sin, row + width - 2 * pairs);
+}
+
+/// V4.1: out [rows] = weight [rows, width] . latent -> bf16; each sum runs over the channels in order.
+template <class Group>
+KV4_HD void project_latent(Group g, int width, const float* latent, const std::uint16_t* weight, int rows, float* out) {
+  for (int r = g.lane(); r < rows; r += g.size()) {
+    float sum = 0.0f;
+    for (int c = 0; c < width; ++c)
+      sum = codec::fused(latent[c], codec::bf16_value(weight[static_cast<std::int64_t>(r) * width + c]), sum);
+    out[r] = codec::round_bf16(sum);
   }
   g.sync();
 }

@@ -47,6 +47,24 @@ PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, 
   return out;
 }
 
+// The page and, in the owner's own description, the pending rows of one row kind.
+KindDesc describe_kind(const CacheSchema& schema, const PageSchema& page, const LayerMemory& memory) {
+  KindDesc kind;
+  kind.page = {page.row.format,
+               shape_of(page.row),
+               {bytes(memory.blocks, page.offset), page.block_stride, page.row.payload_bytes},
+               {bytes(memory.blocks, page.offset + page.scale_offset), page.block_stride, page.row.scale_bytes},
+               {}};
+  if (page.global_offset >= 0)
+    kind.page.global = {bytes(memory.blocks, page.offset + page.global_offset), page.block_stride, 0};
+  kind.ratio = page.kind.ratio;
+  kind.rows_per_block = page.rows_per_block;
+  kind.overlap = page.kind.overlap;
+  kind.hadamard = page.kind.role == RowRole::index_key && schema.options.hadamard;
+  kind.global_scale = schema.options.index_global_scale;
+  return kind;
+}
+
 }  // namespace
 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory) {
@@ -55,22 +73,13 @@ LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory
   out.window = describe_window(schema, layer.window, index, memory);
   out.window_tokens = schema.config.window;
   out.eps = static_cast<float>(schema.config.rms_eps);
-  for (std::size_t k = 0; k < layer.pages.size(); ++k) {
-    const PageSchema& page = layer.pages[k];
+  for (const RowKind& read : layer.spec.rows) {
+    const LayerCacheSchema& owner = schema.layer(read.owner_layer);
+    std::size_t k = 0;
+    while (owner.pages[k].kind.role != read.role) ++k;
     KindDesc& kind = out.kinds[out.num_kinds++];
-    kind.page = {page.row.format,
-                 shape_of(page.row),
-                 {bytes(memory.blocks, page.offset), page.block_stride, page.row.payload_bytes},
-                 {bytes(memory.blocks, page.offset + page.scale_offset), page.block_stride, page.row.scale_bytes},
-                 {}};
-    if (page.global_offset >= 0)
-      kind.page.global = {bytes(memory.blocks, page.offset + page.global_offset), page.block_stride, 0};
-    kind.ratio = page.kind.ratio;
-    kind.rows_per_block = page.rows_per_block;
-    kind.overlap = page.kind.overlap;
-    kind.hadamard = page.kind.role == RowRole::index_key && schema.options.hadamard;
-    kind.global_scale = schema.options.index_global_scale;
-    kind.pending = describe_pending(schema, layer.pending[k], index, memory);
+    kind = describe_kind(schema, owner.pages[k], memory);
+    if (&owner == &layer) kind.pending = describe_pending(schema, layer.pending[k], index, memory);
   }
   return out;
 }

@@ -59,7 +59,7 @@ void add_pages_of(const CacheSchema& schema, std::byte* base, BlockId block, con
 
 PagedKVPool::PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
     : schema_(schema), backend_(std::move(backend)) {
-  require_operations(schema);
+  require_operations(schema, backend_->shared_entries() != nullptr);
   bytes_ = checked_mul(schema.block_bytes, schema.options.num_blocks, "paged pool");
   for (const LayerCacheSchema& layer : schema.layers) pieces_per_block_ += 3 * layer.pages.size();
   reserve_images(1);

@@ -29,7 +29,7 @@ std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateC
 
 StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
     : schema_(schema), backend_(std::move(backend)) {
-  require_operations(schema);
+  require_operations(schema, backend_->shared_entries() != nullptr);
   num_slots_ = schema.options.max_requests + schema.options.spare_slots;
   const std::int64_t slots = checked_mul(schema.slot_bytes, num_slots_, "state pool");
   const std::int64_t undo = checked_mul(schema.undo_row_bytes, num_slots_, "state pool");

@@ -75,6 +75,11 @@ TableLayout table_layout(const CacheSchema& schema) {
   t.ring_heads = take(t.max_items);
   t.ring_positions = take(checked_mul(t.max_items, schema.config.window + o.max_rewind_tokens, "tables"));
   t.window_begins = take(o.max_requests);
+  if (schema.config.shares_entries()) {
+    const std::int64_t records = checked_add(t.max_items, std::int64_t{2} * o.max_step_tokens, "tables");
+    t.narrowed_count = checked_add(checked_mul(records, kRecordInts, "tables"), o.max_requests, "tables");
+    t.narrowed = take(t.narrowed_count);
+  }
   t.block_table = take(checked_mul(o.max_requests, schema.blocks_per_request, "block table"));
   return t;
 }
@@ -133,6 +138,23 @@ std::int64_t index_tile_tokens(const CacheSchema& schema) {
 
 std::int64_t index_workspace_bytes(const CacheSchema& schema) {
   return checked_mul(index_token_bytes(schema), index_tile_tokens(schema), "index workspace");
+}
+
+CandidateLayout candidate_layout(const CacheSchema& schema) {
+  const EntrySharing& sharing = schema.config.sharing;
+  CandidateLayout out;
+  for (const LayerCacheSchema& layer : schema.layers)
+    if (layer.spec.candidate_source >= 0) {
+      const std::int64_t entries =
+          checked_mul(schema.blocks_per_request, schema.block_tokens / layer.spec.rows[0].ratio, "candidates");
+      out.stride =
+          std::min<std::int64_t>(sharing.candidate_topk_blocks, ceil_div(entries, sharing.candidate_block_size));
+    }
+  if (out.stride == 0) return out;
+  const std::int64_t tokens = schema.options.max_step_tokens;
+  out.counts_at = checked_mul(checked_mul(4, tokens, "candidates"), out.stride, "candidates");
+  out.bytes = checked_add(out.counts_at, 4 * tokens, "candidates");
+  return out;
 }
 
 std::int64_t ops::attend_workspace_bytes(std::int64_t ctas) { return kAttendCounterBytes + ctas * kAttendPartialBytes; }
@@ -222,6 +244,8 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   add("index workspace", 1, index_workspace_bytes(schema),
       fmt::format("scores and queries of {} tokens", index_tile_tokens(schema)));
+  add("candidates", 1, candidate_layout(schema).bytes,
+      fmt::format("blocks of entries of {} tokens", o.max_step_tokens));
   add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));

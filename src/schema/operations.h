@@ -5,8 +5,8 @@
 
 namespace kv4 {
 
-/// Throws Error(bad_config) for a schema without operations: one of V4.1, or of V4 with V4.1's rows or with two row
-/// formats. Pools call it, so every cache does.
-void require_operations(const CacheSchema& schema);
+/// Throws Error(bad_config) for a schema without operations on its backend. Pools call it, so every cache does.
+/// `has_shared_entries`: whether the backend has V4.1's operations, and with them every row format and two in a cache.
+void require_operations(const CacheSchema& schema, bool has_shared_entries);
 
 }  // namespace kv4

@@ -20,6 +20,8 @@ struct TableLayout {
   std::int64_t ring_heads = 0;      // [I]
   std::int64_t ring_positions = 0;  // [I, window + R]
   std::int64_t window_begins = 0;   // [Q]
+  std::int64_t narrowed = 0;        // V4.1, NarrowedTables: [I + 2 M] StepRecord, [Q]
+  std::int64_t narrowed_count = 0;  // elements; 0: none
   std::int64_t block_table = 0;     // [Q, blocks_per_request]
   std::int64_t total = 0;
 };
@@ -58,6 +60,14 @@ std::int64_t prefix_index_bytes(const CacheSchema& schema);
 std::int64_t index_tile_tokens(const CacheSchema& schema);
 /// Bytes of the scores and queries of index_tile_tokens tokens; 0 if no layer has index keys.
 std::int64_t index_workspace_bytes(const CacheSchema& schema);
+/// V4.1's candidates of a step: blocks of entries per token, and the bytes of all; 0 without a candidate source.
+struct CandidateLayout {
+  std::int64_t stride = 0;     // int32 elements of a token: the most blocks that it keeps
+  std::int64_t counts_at = 0;  // offset of [max_step_tokens] int32, after the blocks
+  std::int64_t bytes = 0;
+};
+CandidateLayout candidate_layout(const CacheSchema& schema);
+
 /// Bytes for long lists of entries that attend reads whole; 0 if there are none.
 std::int64_t attend_workspace_bytes(const CacheSchema& schema);
 

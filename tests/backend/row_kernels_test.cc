@@ -98,11 +98,34 @@ TEST_P(RowKernelsTest, Encode) {
   }
 }
 
+// nvfp4_row divides by its scale: every mantissa under every mantissa of amax, with ties and the ends of the range.
+TEST_P(RowKernelsTest, EntriesOfEveryMantissaPair) {
+  const codec::RowShape shape{128, 0};
+  for (const std::uint32_t exponent : {0u, 1u, 100u, 117u, 118u, 119u, 124u, 127u, 130u, 137u, 138u, 139u, 254u})
+    for (std::uint32_t mantissa = 0; mantissa < 128; ++mantissa)
+      for (std::uint32_t down = 0; down < 4; ++down) {
+        std::vector<float> x(128);
+        for (std::uint32_t c = 0; c < 128; ++c) {
+          const std::uint32_t bits = exponent >= down ? (exponent - down) << 7 | (c * 5 + mantissa) % 128 : c;
+          const std::uint32_t most = exponent << 7 | mantissa;
+          const std::uint32_t magnitude = c % 16 == 3 || bits > most ? most : bits;
+          x[c] = codec::bf16_value(static_cast<std::uint16_t>(magnitude | (c % 3 == 1 ? 0x8000u : 0)));
+        }
+        for (const Format format : {Format::nvfp4_row, Format::fp8_tile32}) {
+          std::vector<std::uint8_t> pa(128), sa(8), pb(128), sb(8);
+          plain().encode(format, shape, x.data(), pa.data(), sa.data(), 1.0f);
+          fast().encode(format, shape, x.data(), pb.data(), sb.data(), 1.0f);
+          ASSERT_TRUE(same_bytes(pa, pb) && same_bytes(sa, sb))
+              << to_string(format) << ", amax " << exponent << " " << mantissa << ", down " << down;
+        }
+      }
+}
+
 TEST_P(RowKernelsTest, EveryBf16ValueInEveryScalarFormat) {
   std::vector<float> all(65536);
   for (std::uint32_t i = 0; i < 65536; ++i) all[i] = codec::bf16_value(static_cast<std::uint16_t>(i));
   // The row's first channel fixes amax and scale; the other channels combine all exponents and mantissas.
-  for (Format format : {Format::fp8, Format::mxfp4, Format::nvfp4}) {
+  for (Format format : {Format::fp8, Format::mxfp4, Format::nvfp4, Format::fp8_tile32, Format::nvfp4_row}) {
     const codec::RowShape shape{128, 0};
     for (std::size_t at = 0; at < all.size(); at += 128) {
       std::vector<std::uint8_t> pa(128), sa(16), pb(128), sb(16);
@@ -145,6 +168,13 @@ TEST_P(RowKernelsTest, DecodeOfEveryScale) {
       if (round > 3) scales[static_cast<std::size_t>(random.below(8))] = any_byte();
       expect_same(Format::fp8_tile64, {512, 64}, e4m3_codes(448), scales, 1.0f);
       expect_same(Format::mxfp4, {128, 0}, fp4, scales, 1.0f);
+      std::vector<std::uint8_t> many(32), entry(256);
+      for (std::uint8_t& code : entry) code = any_byte();
+      for (std::size_t i = 0; i < many.size(); ++i) many[i] = scales[i % 8];
+      expect_same(Format::fp8_tile32, {512, 0}, e4m3_codes(512), many, 1.0f);
+      expect_same(Format::nvfp4_row, {512, 0}, entry, many, 1.0f);
+      expect_same(Format::nvfp4_row, {48, 0}, entry, many, 1.0f);
+      if (byte != 0 && byte < 0x7F) expect_same(Format::nvfp4_row, {512, 0}, entry, std::vector(32, one), 1.0f);
       for (float global : {1.0f, 0.37f, -1.0f, 0.0f, 1e-36f, 1e-38f, 1e-40f, 3e38f, 1e36f, INFINITY, NAN})
         expect_same(Format::nvfp4, {128, 0}, fp4, scales, global);
       // A float scale: any mantissa (or none) at each exponent of either sign.
@@ -351,6 +381,8 @@ std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
   driver.append(step);
   for (const LayerCacheSchema& layer : driver.cache.schema().layers) {
     LayerCacheHandle handle = driver.cache.acquire(layer.spec.layer);
+    const std::vector<RowKind>& rows_read = layer.spec.rows;  // its own, or those of an owner
+    const std::int64_t room = !rows_read.empty() && rows_read[0].ratio < 4 ? 200 : 45;
     for (const DType type : {DType::bf16, DType::f32}) {
       const auto gather = [&](std::int64_t rows, std::int64_t width, auto&& into) {
         std::vector<std::uint8_t> out(static_cast<std::size_t>(2 * rows * width) * element_bytes(type), 0xA5);
@@ -359,20 +391,20 @@ std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
       };
       const TensorView n(lens.data(), {2}), from(first.data(), {2});
       gather(200, layer.window.row.width, [&](const TensorView& out) { handle.gather_swa_kv(out, n, from); });
-      if (layer.pages.empty()) continue;
-      gather(45, layer.pages[0].row.width, [&](const TensorView& out) { handle.gather_all_compressed_kv(out, n); });
-      if (layer.pages.size() < 2) continue;
-      gather(45, layer.pages[1].row.width, [&](const TensorView& out) { handle.gather_all_index_keys(out, n); });
+      if (rows_read.empty()) continue;
+      gather(room, rows_read[0].width, [&](const TensorView& out) { handle.gather_all_compressed_kv(out, n); });
+      if (rows_read.size() < 2) continue;
+      gather(room, rows_read[1].width, [&](const TensorView& out) { handle.gather_all_index_keys(out, n); });
     }
-    if (layer.pages.size() < 2) continue;
+    if (rows_read.size() < 2) continue;
     for (const int heads : {1, 6, 64}) {
-      std::vector<float> q(static_cast<std::size_t>(3 * heads * layer.pages[1].row.width)),
-          weights(static_cast<std::size_t>(3 * heads)), scores(3 * 45);
+      std::vector<float> q(static_cast<std::size_t>(3 * heads * rows_read[1].width)),
+          weights(static_cast<std::size_t>(3 * heads)), scores(static_cast<std::size_t>(3 * room));
       fill_random(5, 3.0f, q.data(), q.size());
       fill_random(6, 1.0f, weights.data(), weights.size());
       std::vector<std::int32_t> chosen(3 * 7);
-      const IndexInputs in{{q.data(), {3, heads, layer.pages[1].row.width}}, {}, {weights.data(), {3, heads}}};
-      handle.index_scores(in, {scores.data(), {3, 45}});
+      const IndexInputs in{{q.data(), {3, heads, rows_read[1].width}}, {}, {weights.data(), {3, heads}}};
+      handle.index_scores(in, {scores.data(), {3, room}});
       handle.index_topk(in, {chosen.data(), {3, 7}});
       const auto add = [&](const auto& values) {
         const auto* bytes = reinterpret_cast<const std::uint8_t*>(values.data());
@@ -420,10 +452,57 @@ TEST_P(RowKernelsTest, Attention) {
   }
 }
 
+// V4.1: pooling two rows of the same or of different types, rotation alone, and the projection of a latent.
+TEST_P(RowKernelsTest, RotateProjectAndPoolTwo) {
+  Random random(26);
+  for (const int width : {512, 64, 48, 20}) {
+    const auto w = static_cast<std::size_t>(width);
+    for (int round = 0; round < 40; ++round) {
+      const bool special = round % 4 == 0;
+      std::vector<float> row = awkward_row(random, w, special), cos = awkward_row(random, w / 2, false),
+                         sin = awkward_row(random, w / 2, false), zeros(w);
+      for (const int pairs : {width / 2, width / 4, 3}) {
+        std::vector<float> a = row, b = row;
+        plain().rotate(pairs, cos.data(), sin.data(), a.data());
+        fast().rotate(pairs, cos.data(), sin.data(), b.data());
+        ASSERT_TRUE(same_bytes(a, b)) << width << " pairs " << pairs;
+      }
+      for (const int rows : {128, 32, 10}) {
+        std::vector<std::uint16_t> weight;
+        for (const float x : awkward_row(random, w * static_cast<std::size_t>(rows), special))
+          weight.push_back(codec::bf16_bits(x));
+        std::vector<float> a(static_cast<std::size_t>(rows)), b = a;
+        plain().project({width, row.data(), weight.data(), rows, a.data()});
+        fast().project({width, row.data(), weight.data(), rows, b.data()});
+        ASSERT_TRUE(same_bytes(a, b)) << width << " to " << rows;
+      }
+      std::vector<float> kv = awkward_row(random, 2 * w, special), gate = awkward_row(random, 2 * w, special);
+      std::vector<std::uint16_t> kv16(w), gate16(w);
+      std::transform(kv.begin(), kv.begin() + width, kv16.begin(), codec::bf16_bits);
+      std::transform(gate.begin(), gate.begin() + width, gate16.begin(), codec::bf16_bits);
+      const ops::RowType first = round % 3 == 0   ? ops::RowType::bf16
+                                 : round % 3 == 1 ? ops::RowType::f32
+                                                  : ops::RowType::f32_as_bf16;
+      const bool narrow = first == ops::RowType::bf16;
+      const ops::SourceRow sources[] = {
+          {narrow ? static_cast<const void*>(kv16.data()) : kv.data(),
+           narrow ? static_cast<const void*>(gate16.data()) : gate.data(),
+           zeros.data(),
+           first,
+           {kv.data(), gate.data()}},
+          {kv.data() + w, gate.data() + w, zeros.data(), ops::RowType::f32, {kv.data(), gate.data()}}};
+      std::vector<float> acc(3 * w), a(w), b(w);
+      plain().pool(width, sources, 2, acc.data(), a.data());
+      fast().pool(width, sources, 2, acc.data(), b.data());
+      ASSERT_TRUE(same_bytes(a, b)) << "pool " << width << " round " << round;
+    }
+  }
+}
+
 // The whole cache on every table and on several threads: real widths, a long chunk, decodes, an image.
 TEST_P(RowKernelsTest, WholeCache) {
-  const Model model(real_config());
-  for (const FormatCase& f : format_cases()) {
+  for (const FormatCase& f : all_format_cases()) {
+    const Model model(f.shared ? shared_real_config() : real_config());
     CacheOptions o = options_for(f);
     o.max_rewind_tokens = 2;
     Driver a(model, o, cpu::make_cpu_backend_on(1, plain())), b(model, o, cpu::make_cpu_backend_on(3, fast()));

@@ -72,10 +72,12 @@ void expect_balance(const PrefixDriver& d) {
 }
 
 TEST(Prefix, AHitIsAsIfComputed) {
-  const Model model(tiny_config());
   for (const SnapshotPolicy& policy : {kFull, kCheckpoint, kNone})
-    for (const FormatCase& format : format_cases()) {
+    for (const FormatCase& format : all_format_cases()) {
+      if (format.shared && test_backend()->shared_entries() == nullptr) continue;
+      const Model model(tiny_config(format));
       const CacheOptions o = prefix_options(policy, format);
+      const std::int64_t reach = std::int64_t{model.config.window} * model.config.num_layers;
       for (const std::int64_t tokens : {1, 15, 16, 17, 31, 32, 33, 48, 49, 80, 81, 111}) {
         SCOPED_TRACE(format.name() + ", policy " + std::to_string(static_cast<int>(policy.kind)) + ", " +
                      std::to_string(tokens) + " tokens");
@@ -89,7 +91,8 @@ TEST(Prefix, AHitIsAsIfComputed) {
           EXPECT_EQ(d.cache.rewind_floor(a.request), a.resume_at);
           // The prompt's own last boundary has a snapshot; without one, a window per layer is replayed.
           EXPECT_EQ(a.resume_at,
-                    policy.kind == Kind::none ? std::max<std::int64_t>(0, a.usable_tokens - 32) : a.usable_tokens);
+                    policy.kind == Kind::none ? std::max<std::int64_t>(0, a.usable_tokens - reach) / 16 * 16
+                                              : a.usable_tokens);
           d.fill_up(a.request, 7, tokens + 5, chunk);
           expect_same(bytes_of(d.cache, a.request), cold, "chunks of " + std::to_string(chunk));
           d.cache.release(a.request);
@@ -98,6 +101,56 @@ TEST(Prefix, AHitIsAsIfComputed) {
         if (HasFailure()) return;
       }
     }
+}
+
+// A bounded replay of V4.1: one window, whose entries stay as they were; windows begin with it. Nothing that follows is
+// kept: no blocks, no snapshots, no sessions, also after a preemption.
+TEST(Prefix, ABoundedReplayOfV41IsNotKept) {
+  if (test_backend()->shared_entries() == nullptr) GTEST_SKIP() << "this backend has no operations of V4.1";
+  const Model model(shared_tiny_config());
+  CacheOptions o = prefix_options({.kind = Kind::none, .replay_tokens = 8}, shared_format_cases()[0]);
+  o.prefix.num_snapshots = 0;
+  PrefixDriver d(model, o);
+  const RequestId first = d.request(7, 60);
+  const std::int64_t kept = d.cache.prefix_statistics().blocks;
+  EXPECT_EQ(kept, 3);
+  const Admission a = d.admit(7, 60).value();
+  EXPECT_EQ(a.usable_tokens, 48);
+  EXPECT_EQ(a.resume_at, 32);  // a block boundary
+  d.fill_up(a.request, 7, 100, 9);
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, kept);
+  // The inputs of this test do not depend on windows, so the bytes are those of a cold run.
+  expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 7, 100), "replayed");
+  const RequestId child = d.cache.fork(a.request).value();
+  const auto expect_no_session = [&](RequestId request) {
+    try {
+      save(d.cache, request);
+      ADD_FAILURE() << "a session was made";
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("resumed by a bounded replay"), std::string::npos) << e.what();
+    }
+  };
+  expect_no_session(child);
+  d.fill_up(child, 7, 130, 30);
+  PreemptedRequest away(HostMemory(d.backend, preempted_bytes(d.cache, child)));
+  preempt(d.cache, child, away);
+  const RequestId back = resume(d.cache, away).value();
+  expect_no_session(back);
+  d.fill_up(back, 7, 150, 30);
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, kept);
+  expect_same(bytes_of(d.cache, back), cold_bytes(model, o, 7, 150), "resumed");
+  for (const RequestId r : {first, a.request, back}) d.cache.release(r);
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, kept);
+  EXPECT_EQ(d.admit(7, 150).value().usable_tokens, 48);
+
+  // An exact replay, and a prompt that begins at its first token, are as ever.
+  o.prefix.snapshots.replay_tokens = 0;
+  PrefixDriver exact(model, o);
+  exact.cache.release(exact.request(7, 150));
+  const Admission b = exact.admit(7, 150).value();
+  EXPECT_EQ(b.resume_at, 64);  // 9 layers of 8
+  exact.fill_up(b.request, 7, 160, 50);
+  EXPECT_EQ(exact.cache.prefix_statistics().blocks, 10);
 }
 
 TEST(Prefix, RealSizesAroundBoundaries) {

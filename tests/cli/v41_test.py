@@ -43,7 +43,8 @@ def test_plan_v41_flash():
         ok("plan", "--model", "v4.1-flash", "--context", "8K", "--html", page)
         assert "890.00 B" in page.read_text() and "var(--pending-rows)" in page.read_text() and "var(--other)" not in page.read_text()
     assert "boundaries" not in ok_json("plan", "--context", "8K")
-    refused(["run", "--model", "v4.1-flash", "--tokens", "2K"], "a cache of v4.1-flash cannot run in this version", "kv4 plan")
+    for command in (["run", "--tokens", "2K"], ["bench"]):
+        refused([*command, "--model", "v4.1-flash"], "has no inputs for v4.1-flash", "kv4 plan")
 
 
 def test_released_config():
@@ -59,6 +60,18 @@ def test_released_config():
         config["text_config"]["kv_source_layer_ids"] = [8, 14, 20]
         changed.write_text(json.dumps(config))
         refused(["plan", "--config", str(changed)], "config.json: layer 2 has ratio 2", "must own")
+
+
+def test_golden():
+    for folder, least in (ROOT / "tests/reference/vectors_v41", 120), (ROOT.parent / "shared" / "golden41", 90):
+        if not folder.exists():
+            raise Skipped(f"not beside the checkout: {folder}")
+        result = ok_json("golden", folder)
+        assert result["ok"] and len(result["checks"]) >= least
+        names = {check["name"] for check in result["checks"]}
+        assert {"codec.nvfp4_row.codes", "ties.masked_lists", "draft.attention"} <= names, names
+        for kind in ("latents.entries.codes", "latents.keys.codes", "latents.candidates", "latents.lists", "projections.keys"):
+            assert any(name.endswith("." + kind) for name in names), kind
 
 
 if __name__ == "__main__":

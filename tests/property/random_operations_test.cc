@@ -182,5 +182,26 @@ TEST(RandomOperations, EveryRequestIsItsOwnHistory) {
   }
 }
 
+TEST(RandomOperations, OfV41) {
+  if (test_backend()->shared_entries() == nullptr) GTEST_SKIP() << "this backend has no operations of V4.1";
+  const Model model(shared_tiny_config());
+  const std::vector<FormatCase> cases = shared_format_cases();
+  const int seeds = rounds(std::getenv("KV4_TEST_LONG") != nullptr ? 1500 : 60);
+  for (int seed = 0; seed < seeds; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(static_cast<std::uint64_t>(seed) + 300);
+    CacheOptions o = options_for(cases[static_cast<std::size_t>(seed) % cases.size()]);
+    o.block_tokens = static_cast<int>(random.between(1, 8)) * 2;
+    o.max_context = random.between(40, 300);
+    o.max_requests = static_cast<int>(random.between(1, 6));
+    o.spare_slots = static_cast<int>(random.between(1, 3));
+    o.num_blocks = random.between(30, 200);
+    o.max_rewind_tokens = static_cast<int>(random.between(0, 12));
+    o.arrangement = random.below(2) ? Arrangement::block_major : Arrangement::layer_major;
+    Chaos(model, o, static_cast<std::uint64_t>(seed)).run(150);
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
 }  // namespace
 }  // namespace kv4::test

@@ -17,10 +17,14 @@ class Sameness : public testing::TestWithParam<FormatCase> {
     o.block_tokens = 16;  // many blocks from few tokens
     return o;
   }
-  Model model_{tiny_config()};
+  void SetUp() override {
+    if (GetParam().shared && test_backend()->shared_entries() == nullptr)
+      GTEST_SKIP() << "this backend has no operations of V4.1";
+  }
+  Model model_{tiny_config(GetParam())};
 };
 
-INSTANTIATE_TEST_SUITE_P(Formats, Sameness, testing::ValuesIn(format_cases()),
+INSTANTIATE_TEST_SUITE_P(Formats, Sameness, testing::ValuesIn(all_format_cases()),
                          [](const auto& p) { return p.param.name(); });
 
 // The reference: one token at a time through the plain row code, R = 0.
@@ -231,12 +235,9 @@ TEST_P(Sameness, DraftStagesHaveTheirOwnLength) {
   expect_same(bytes_of(d.cache, r), bytes_of(clean.cache, c), "with rejected drafts");
 }
 
-TEST(SamenessReal, BoundaryLengths) {
-  const Model model(real_config());
+void check_boundary_lengths(const Model& model, const std::vector<FormatCase>& cases) {
   const std::vector<std::int32_t> lengths = {1,   2,   3,   4,   5,   127, 128, 129, 130,
                                              255, 256, 257, 383, 384, 385, 511, 512, 513};
-  std::vector<FormatCase> cases = format_cases();
-  if (!long_run()) cases.resize(2);
   for (const FormatCase& f : cases) {
     CacheOptions plain = options_for(f), other = options_for(f);
     other.max_rewind_tokens = 7;
@@ -259,6 +260,17 @@ TEST(SamenessReal, BoundaryLengths) {
       fast.cache.release(whole);
     }
   }
+}
+
+TEST(SamenessReal, BoundaryLengths) {
+  std::vector<FormatCase> cases = format_cases();
+  if (!long_run()) cases.resize(2);
+  check_boundary_lengths(Model(real_config()), cases);
+}
+
+TEST(SamenessReal, BoundaryLengthsOfV41) {
+  if (test_backend()->shared_entries() == nullptr) GTEST_SKIP() << "this backend has no operations of V4.1";
+  check_boundary_lengths(Model(shared_real_config()), {shared_format_cases()[0]});
 }
 
 TEST(SamenessReal, PastFourThousand) {

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 
 SEED = 20260418
-TYPE_NAMES = {"float32": "F32", "int32": "I32", "int16": "I16", "uint8": "U8"}
+TYPE_NAMES = {"float32": "F32", "int32": "I32", "int16": "I16", "uint8": "U8", "uint16": "BF16"}
 
 
 def save(path, tensors, metadata):

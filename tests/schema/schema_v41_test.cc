@@ -1,4 +1,4 @@
-// Schema and plan of V4.1 to the byte; V4's unchanged beside it; and refusals of caches that cannot run yet.
+// Schema and plan of V4.1 to the byte; V4's unchanged beside it; and refusals of caches that not every backend runs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -6,14 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "kv4/backend.h"
 #include "kv4/error.h"
 #include "kv4/foreign_pages.h"
-#include "kv4/kv_cache_manager.h"
-#include "kv4/paged_kv_pool.h"
 #include "kv4/schema.h"
 #include "kv4/state_cache_pool.h"
 #include "schema/layout_text.h"
+#include "schema/operations.h"
 
 namespace {
 
@@ -246,11 +244,11 @@ TEST(SchemaV41, RowsMoveToAndFromPagesOfOtherEngines) {
   }
 }
 
-// --- what cannot run yet
+// --- what cannot run everywhere
 
-std::string refusal(const ModelConfig& config, const CacheOptions& options) {
+std::string refusal(const ModelConfig& config, const CacheOptions& options, bool has_shared_entries) {
   try {
-    kv4::KVCacheManager cache(config, options, kv4::make_cpu_backend(1));
+    kv4::require_operations(build_schema(config, options), has_shared_entries);
   } catch (const kv4::Error& e) {
     EXPECT_EQ(e.code(), kv4::ErrorCode::bad_config);
     return e.what();
@@ -266,33 +264,32 @@ CacheOptions small_options() {
   return o;
 }
 
-TEST(SchemaV41, CachesAndPoolsRefuseInOneSentence) {
+TEST(SchemaV41, RunsOnTheCpuOnly) {
   CacheOptions o = small_options();
-  const std::string words = refusal(kv4::model_preset("v4.1-flash"), o);
+  const ModelConfig model = kv4::model_preset("v4.1-flash");
+  const std::string words = refusal(model, o, false);
   EXPECT_EQ(words,
-            "a cache of v4.1-flash cannot run in this version, which has no operations on entries that layers share "
-            "(V4.1); its config, schedule, formats, schema and plan work: load_model_config, layer_schedule, "
-            "build_schema, plan_memory, kv4 plan");
+            "a cache of v4.1-flash cannot run on this backend, which has no operations on entries that layers share "
+            "(V4.1); use make_cpu_backend()");
+  EXPECT_EQ(refusal(model, o, true), "");
   o.row_format = Format::fp8_tile64;  // the row format is not the reason
-  EXPECT_EQ(refusal(kv4::model_preset("v4.1-flash"), o), words);
-  const CacheSchema s = flash(small_options());
-  EXPECT_THROW(kv4::PagedKVPool(s, kv4::make_cpu_backend(1)), kv4::Error);
-  EXPECT_THROW(kv4::StateCachePool(s, kv4::make_cpu_backend(1)), kv4::Error);
+  EXPECT_EQ(refusal(model, o, false), words);
 }
 
-TEST(SchemaV41, V4WithRowsThatHaveNoOperationsIsRefusedToo) {
-  ModelConfig v4 = kv4::model_preset("v4-flash");
+TEST(SchemaV41, RowsOfV41AndTwoFormatsRunOnTheCpuOnly) {
+  const ModelConfig v4 = kv4::model_preset("v4-flash");
   CacheOptions o = small_options();
   o.layers = {2};
-  EXPECT_EQ(refusal(v4, o), "");
+  EXPECT_EQ(refusal(v4, o, false), "");
   o.row_format = Format::fp8_tile32;
-  EXPECT_GT(build_schema(v4, o).block_bytes, 0);
-  EXPECT_NE(refusal(v4, o).find("rows in fp8_tile32 cannot run"), std::string::npos);
+  EXPECT_EQ(refusal(v4, o, true), "");
+  EXPECT_NE(refusal(v4, o, false).find("rows in fp8_tile32 cannot run"), std::string::npos);
   o.row_format = Format::fp8_tile64;
   o.entry_format = Format::bf16;
-  EXPECT_NE(refusal(v4, o).find("window rows in fp8_tile64 and entries in bf16"), std::string::npos);
+  EXPECT_EQ(refusal(v4, o, true), "");
+  EXPECT_NE(refusal(v4, o, false).find("window rows in fp8_tile64 and entries in bf16"), std::string::npos);
   o.entry_format = Format::fp8_tile64;
-  EXPECT_EQ(refusal(v4, o), "");
+  EXPECT_EQ(refusal(v4, o, false), "");
 }
 
 // --- V4 as it was

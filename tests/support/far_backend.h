@@ -8,12 +8,13 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "backend/backend.h"
 
 namespace kv4::test {
 
-class FarBackend final : public Backend {
+class FarBackend final : public Backend, public SharedEntryOperations {
  public:
   explicit FarBackend(std::shared_ptr<Backend> near) : near_(std::move(near)) {}
 
@@ -141,6 +142,45 @@ class FarBackend final : public Backend {
     const Open open(*this, {p.scores, p.logits.data, p.ranges.lens, p.ranges.begins, p.ranges.ends});
     near_->place_scores(p);
   }
+  SharedEntryOperations* shared_entries() override { return near_->shared_entries() == nullptr ? nullptr : this; }
+  void append_owner(const ops::OwnerAppendParams& p) override {
+    const ops::AppendParams& rows = p.rows;
+    const Open open(*this, {rows.window_rows.data, rows.kv[0].data, rows.gate[0].data, rows.front_end.norm_weight,
+                            rows.front_end.rope.cos, rows.front_end.rope.sin, rows.rope.cos, rows.rope.sin,
+                            rows.rope.angles.low, rows.rope.angles.high, rows.step.tokens, p.key_weight, p.latents});
+    check_layer(rows.layer);
+    near_->shared_entries()->append_owner(p);
+  }
+  void append_keys(const ops::KeyAppendParams& p) override {
+    const Open open(*this, {p.keys.data, p.rope.cos, p.rope.sin, p.rope.angles.low, p.rope.angles.high});
+    check_layer(p.layer);
+    near_->shared_entries()->append_keys(p);
+  }
+  void index_topk_and_candidates(const ops::IndexParams& p, const ops::CandidateDesc& c) override {
+    const Open open(*this, used_by(p, c));
+    near_->shared_entries()->index_topk_and_candidates(p, c);
+  }
+  void select_topk_and_candidates(const ops::IndexParams& p, const ops::CandidateDesc& c) override {
+    const Open open(*this, used_by(p, c));
+    near_->shared_entries()->select_topk_and_candidates(p, c);
+  }
+  void index_scores_within(const ops::IndexParams& p, const ops::CandidateDesc& c) override {
+    const Open open(*this, used_by(p, c));
+    near_->shared_entries()->index_scores_within(p, c);
+  }
+  void index_topk_within(const ops::IndexParams& p, const ops::CandidateDesc& c) override {
+    const Open open(*this, used_by(p, c));
+    near_->shared_entries()->index_topk_within(p, c);
+  }
+  void select_topk_within(const ops::IndexParams& p, const ops::CandidateDesc& c) override {
+    const Open open(*this, used_by(p, c));
+    near_->shared_entries()->select_topk_within(p, c);
+  }
+  void attend_draft(const ops::DraftParams& p) override {
+    const Open open(*this, {p.rows.data, p.front_end.norm_weight, p.attend.q.data, p.attend.sink, p.attend.out.data,
+                            p.attend.lse, p.attend.inverse_rope.angles.low, p.attend.inverse_rope.angles.high});
+    near_->shared_entries()->attend_draft(p);
+  }
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override {
     check_staging(layout.bytes);
@@ -162,6 +202,9 @@ class FarBackend final : public Backend {
   void synchronize() override { near_->synchronize(); }
 
  private:
+  static std::vector<const void*> used_by(const ops::IndexParams& p, const ops::CandidateDesc& c) {
+    return {p.q.data, p.q_scale.data, p.weights.data, p.scores, p.indices, p.slots, p.workspace, c.blocks, c.counts};
+  }
   static void protect(std::byte* memory, std::int64_t bytes, int how) {
     if (mprotect(memory, static_cast<std::size_t>(bytes), how) != 0) throw std::runtime_error("mprotect failed");
   }
@@ -169,7 +212,8 @@ class FarBackend final : public Backend {
   // All pages are accessible while one lives.
   class Open {
    public:
-    Open(FarBackend& far, std::initializer_list<const void*> used) : far_(far) {
+    Open(FarBackend& far, std::initializer_list<const void*> used) : Open(far, std::vector<const void*>(used)) {}
+    Open(FarBackend& far, const std::vector<const void*>& used) : far_(far) {
       far_.check(used);
       for (const auto& [memory, bytes] : far_.pages_) protect(memory, bytes, PROT_READ | PROT_WRITE);
     }
@@ -183,7 +227,7 @@ class FarBackend final : public Backend {
     FarBackend& far_;
   };
 
-  void check(std::initializer_list<const void*> used) const {
+  void check(const std::vector<const void*>& used) const {
     for (const void* p : used) {
       if (p == nullptr) continue;
       const std::byte* at = static_cast<const std::byte*>(p);

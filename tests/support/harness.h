@@ -48,6 +48,7 @@ struct Model {
   ModelConfig config;
   struct Layer {
     std::vector<float> bias, norm, index_bias, index_norm, raw_norm;
+    std::vector<std::uint16_t> key_weight;  // V4.1's owners
     LayerWeights views;  // on the host
   };
   std::vector<Layer> layers;
@@ -56,6 +57,7 @@ struct Model {
     for (const LayerSpec& spec : layer_schedule(config)) {
       Layer layer;
       for (const RowKind& kind : spec.rows) {
+        if (kind.owner_layer != spec.layer) continue;
         const bool key = kind.role == RowRole::index_key;
         std::vector<float>& bias = key ? layer.index_bias : layer.bias;
         std::vector<float>& norm = key ? layer.index_norm : layer.norm;
@@ -65,6 +67,10 @@ struct Model {
         fill_random(mix(static_cast<std::uint64_t>(spec.layer) * 4 + key), 1.0f, bias.data(), bias.size());
         fill_random(mix(static_cast<std::uint64_t>(spec.layer) * 4 + 2 + key), 0.5f, norm.data(), norm.size());
         for (float& w : norm) w += 1.0f;
+        if (!key || !config.shares_entries()) continue;
+        std::vector<float> weight(static_cast<std::size_t>(kind.width * config.head_dim));
+        fill_random(mix(static_cast<std::uint64_t>(spec.layer) + 2000), 0.5f, weight.data(), weight.size());
+        for (float w : weight) layer.key_weight.push_back(codec::bf16_bits(w));
       }
       layer.raw_norm.resize(static_cast<std::size_t>(config.head_dim));
       fill_random(mix(static_cast<std::uint64_t>(spec.layer) + 1000), 0.5f, layer.raw_norm.data(),
@@ -76,12 +82,15 @@ struct Model {
       Layer& layer = layers[static_cast<std::size_t>(spec.layer)];
       layer.views.raw_norm_weight = {layer.raw_norm.data(), {config.head_dim}};
       for (const RowKind& kind : spec.rows) {
+        if (kind.owner_layer != spec.layer) continue;
         const int columns = kind.overlap ? 2 * kind.width : kind.width;
         const bool key = kind.role == RowRole::index_key;
-        (key ? layer.views.index_position_bias : layer.views.position_bias) = {
+        if (!config.shares_entries()) (key ? layer.views.index_position_bias : layer.views.position_bias) = {
             key ? layer.index_bias.data() : layer.bias.data(), {kind.ratio, columns}};
         (key ? layer.views.index_norm_weight : layer.views.norm_weight) = {
             key ? layer.index_norm.data() : layer.norm.data(), {kind.width}};
+        if (key && config.shares_entries())
+          layer.views.index_key_weight = {layer.key_weight.data(), DType::bf16, {kind.width, config.head_dim}};
       }
     }
   }
@@ -120,11 +129,31 @@ inline ModelConfig real_config() {
   return base_config(512, 64, 128, 128, 4, 128, {LayerKind::swa, LayerKind::csa, LayerKind::hca});
 }
 
+/// V4.1: layer 0 has a window only, 1 and 2 own entries of ratio 2, 4 owns entries of ratio 1; 3 and 5 own none. 6
+/// makes the candidates and owns nothing, 7 and 8 rank within them.
+inline ModelConfig shared_config(int head, int rope, int index, int window) {
+  ModelConfig c = base_config(head, rope, index, window, 4, 128, {});
+  c.rms_eps = 1e-20;
+  c.num_layers = 9;
+  c.sharing = {.ratios = {0, 2, 2, 2, 1, 1, 1, 1, 1},
+               .owners = {1, 2, 4},
+               .index_sources = {1, 2, 4, 6, 7, 8},
+               .candidate_source = 6,
+               .candidate_block_size = 3,
+               .candidate_topk_blocks = 3};
+  for (const int ratio : c.sharing.ratios) c.kinds.push_back(ratio == 0 ? LayerKind::swa : LayerKind::shared);
+  c.engram = {.layers = {0}, .max_ngram = 4, .pad_id = 2};
+  return c;
+}
+inline ModelConfig shared_tiny_config() { return shared_config(64, 16, 32, 8); }
+inline ModelConfig shared_real_config() { return shared_config(512, 64, 128, 128); }
+
 /// The next `count` tokens of a request, with the inputs of `stream`.
 struct Work {
   RequestId request = kNoRequest;
   std::uint64_t stream = 0;
   std::int32_t count = 1;
+  std::int32_t decoder_count = 0;  // as StepItem's
 };
 
 /// The form of a step's inputs; it does not change the tokens.
@@ -159,7 +188,8 @@ class Driver {
     for (const Model::Layer& layer : model.layers) {
       LayerWeights w = layer.views;
       for (ConstTensorView* t :
-           {&w.position_bias, &w.norm_weight, &w.index_position_bias, &w.index_norm_weight, &w.raw_norm_weight})
+           {&w.position_bias, &w.norm_weight, &w.index_position_bias, &w.index_norm_weight, &w.raw_norm_weight,
+            &w.index_key_weight})
         *t = weights_.put(*t);
       placed.push_back(w);
     }
@@ -184,7 +214,8 @@ class Driver {
     }
     for (std::size_t i = 0; i < work.size(); ++i)
       items.push_back({work[i].request, work[i].count,
-                       work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1});
+                       work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1,
+                       work[i].decoder_count});
     return cache.prepare_forward(items, group);
   }
 
@@ -229,7 +260,11 @@ class Driver {
       view.strides[0] = stride;
     };
     part(0, model_.config.head_dim);
-    for (std::size_t k = 0; k < layer.pending.size(); ++k) {
+    if (layer.spec.kind == LayerKind::shared && !layer.pages.empty()) {
+      part(1, model_.config.head_dim);
+      if (layer.pages[0].kind.ratio > 1) part(2, model_.config.head_dim);
+    }
+    for (std::size_t k = 0; k < layer.pending.size() && layer.spec.kind != LayerKind::shared; ++k) {
       part(static_cast<int>(1 + 2 * k), layer.pending[k].columns);
       part(static_cast<int>(2 + 2 * k), layer.pending[k].columns);
     }
@@ -340,11 +375,16 @@ struct FormatCase {
   Format keys;
   bool hadamard;
   DType pending;
+  bool shared = false;        // a model of V4.1
+  Format entries = Format{};  // of such a model
   std::string name() const {
-    return std::string(to_string(rows)) + "_" + to_string(keys) + (hadamard ? "_hadamard_" : "_plain_") +
-           to_string(pending);
+    return std::string(to_string(rows)) + "_" + (shared ? std::string("shared_") + to_string(entries) + "_" : "") +
+           to_string(keys) + (hadamard ? "_hadamard_" : "_plain_") + to_string(pending);
   }
 };
+
+/// Small widths, and a model of the case's generation.
+inline ModelConfig tiny_config(const FormatCase& f) { return f.shared ? shared_tiny_config() : tiny_config(); }
 
 inline std::vector<FormatCase> format_cases() {
   return {{Format::fp8_tile64, Format::mxfp4, true, DType::f32}, {Format::fp8_row, Format::nvfp4, true, DType::f32},
@@ -352,9 +392,27 @@ inline std::vector<FormatCase> format_cases() {
           {Format::bf16, Format::mxfp4, true, DType::bf16},      {Format::fp8_row, Format::bf16, true, DType::bf16}};
 }
 
+/// The same for V4.1.
+inline std::vector<FormatCase> shared_format_cases() {
+  return {{Format::fp8_tile32, Format::mxfp4, false, DType::f32, true, Format::nvfp4_row},
+          {Format::fp8_row, Format::fp8, false, DType::bf16, true, Format::bf16},
+          {Format::bf16, Format::bf16, false, DType::f32, true, Format::fp8_tile32}};
+}
+/// Of both.
+inline std::vector<FormatCase> all_format_cases() {
+  std::vector<FormatCase> out = format_cases();
+  for (const FormatCase& f : shared_format_cases()) out.push_back(f);
+  return out;
+}
+
 inline CacheOptions options_for(const FormatCase& f) {
   CacheOptions o;
-  o.row_format = f.rows;
+  if (f.shared) {
+    o.window_format = f.rows;
+    o.entry_format = f.entries;
+  } else {
+    o.row_format = f.rows;
+  }
   o.index_format = f.keys;
   o.hadamard = f.hadamard;
   o.pending_dtype = f.pending;

@@ -130,8 +130,29 @@ void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuf
   fold(part, std::max(begin, folded), end, fresh, buffers.acc.data());
 }
 
+// The rows of the entry that closes at part.position; V4.1 has no position bias.
+void Compressor::pool_rows(const ops::StepRecord& part, RowBuffers& buffers) const {
+  const ops::PendingDesc& p = kind_.pending;
+  const std::size_t gate = p.columns * element_bytes(p.dtype);
+  for (int i = 0; i < kind_.ratio; ++i) {
+    ops::SourceRow& row = buffers.sources[i];
+    const std::int64_t position = std::int64_t{part.position} + 1 - kind_.ratio + i;
+    if (position >= part.length) {
+      const std::int64_t token = part.token_of(position);
+      row = {input_row(kv_, token), input_row(gate_, token), buffers.zeros.data(), read_as(kv_.dtype, p.dtype), {}};
+    } else {
+      const std::uint8_t* kv = stored_kv(part.read_slot, position, 0);
+      row = {kv, kv + gate, buffers.zeros.data(), read_as(p.dtype, p.dtype), {}};
+    }
+    row.fetch[0] = row.kv;
+    row.fetch[1] = row.gate;
+  }
+  kernels_.pool(width(), buffers.sources.data(), kind_.ratio, buffers.acc.data(), buffers.row.data());
+}
+
 void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const {
   const std::int64_t end = part.position + 1, begin = end - kind_.ratio;
+  if (!kind_.overlap && !kind_.pending.folds()) return pool_rows(part, buffers);
   if (!kind_.overlap) {
     pool_open(part, end, buffers);
     return kernels_.mean(width(), buffers.acc.data(), buffers.row.data());

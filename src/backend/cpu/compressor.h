@@ -44,6 +44,7 @@ class Compressor {
     int count, column;
   };
   void find_rows(const Window& window, ops::SourceRow* rows) const;
+  void pool_rows(const ops::StepRecord& part, RowBuffers& buffers) const;
   // Finds input rows that are needed after this row.
   void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, ops::SourceRow& row) const;
   // The kv of a stored row that is needed after the row of `position`.

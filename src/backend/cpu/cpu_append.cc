@@ -36,6 +36,11 @@ constexpr std::int64_t kPrefetchTokens = 6;
   __builtin_prefetch(w.ring.scale.at(slot, row), 1);
 }
 
+[[gnu::always_inline]] inline void prefetch_token(const ops::AppendParams& params, std::int64_t index) {
+  prefetch_ring_row(params.layer.window, params.step.tokens[index]);
+  prefetch(input_row(params.window_rows, index), row_bytes(params.window_rows, params.layer.window.ring.shape));
+}
+
 // The page row of a token. The page's global scale is written with its first row.
 struct PageRow {
   std::uint8_t *payload, *scale;
@@ -94,36 +99,53 @@ void finish_projection(const RowKernels& kernels, const ops::FrontEndDesc& front
                   buffers.row.data(), buffers.tmp.data()});
 }
 
-// Stores the window row into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-void write_window_row(const RowKernels& kernels, const ops::AppendParams& params, std::int64_t index,
-                      Rotation& rotation, RowBuffers& buffers) {
-  const ops::StepRecord& token = params.step.tokens[index];
-  const ops::WindowDesc& w = params.layer.window;
-  const codec::RowShape shape = w.ring.shape;
-  const DType type = params.window_rows.dtype;
-  const void* row = input_row(params.window_rows, index);
-  const bool project = params.front_end.norm_weight != nullptr;
-  if (project) finish_projection(kernels, params.front_end, shape.width, row, type, token.position, rotation, buffers);
-  const auto quantise = [&](std::uint8_t* payload, std::uint8_t* scale) {
-    if (project)
-      kernels.encode(w.ring.format, shape, buffers.row.data(), payload, scale, 1.0f);
-    else
-      kernels.encode_input(w.ring.format, shape, row, type, payload, scale, 1.0f, buffers.row.data());
-  };
-  std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
-  std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
-  if (token.in_place()) {
-    save_undo_row(w, params.layer.window_tokens, token);
-    quantise(ring_payload, ring_scale);
-    return;
+// Window rows of a step's tokens.
+class WindowRows {
+ public:
+  WindowRows(const RowKernels& kernels, const ops::AppendParams& params, Rotation& rotation, RowBuffers& buffers)
+      : kernels_(kernels), params_(params), rotation_(rotation), buffers_(buffers) {}
+
+  /// Stores a token's row into the ring; in a long step also into the scratch, because the ring keeps only the last
+  /// rows.
+  void write(std::int64_t index) const {
+    const ops::StepRecord& token = params_.step.tokens[index];
+    const ops::WindowDesc& w = params_.layer.window;
+    std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
+    std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
+    if (token.in_place()) {
+      save_undo_row(w, params_.layer.window_tokens, token);
+      quantise(index, ring_payload, ring_scale);
+      return;
+    }
+    write_scratch(index);
+    if (token.position < token.end() - w.rows) return;
+    std::memcpy(ring_payload, w.scratch.payload.at(0, index), w.ring.payload.row_stride);
+    std::memcpy(ring_scale, w.scratch.scale.at(0, index), w.ring.scale.row_stride);
   }
-  std::uint8_t* payload = w.scratch.payload.at(0, index);
-  std::uint8_t* scale = w.scratch.scale.at(0, index);
-  quantise(payload, scale);
-  if (token.position < token.end() - w.rows) return;
-  std::memcpy(ring_payload, payload, w.ring.payload.row_stride);
-  std::memcpy(ring_scale, scale, w.ring.scale.row_stride);
-}
+
+  void write_scratch(std::int64_t index) const {
+    const ops::WindowDesc& w = params_.layer.window;
+    quantise(index, w.scratch.payload.at(0, index), w.scratch.scale.at(0, index));
+  }
+
+ private:
+  void quantise(std::int64_t index, std::uint8_t* payload, std::uint8_t* scale) const {
+    const ops::RowPlanes& ring = params_.layer.window.ring;
+    const DType type = params_.window_rows.dtype;
+    const void* row = input_row(params_.window_rows, index);
+    float* values = buffers_.row.data();
+    if (params_.front_end.norm_weight == nullptr)
+      return kernels_.encode_input(ring.format, ring.shape, row, type, payload, scale, 1.0f, values);
+    finish_projection(kernels_, params_.front_end, ring.shape.width, row, type, params_.step.tokens[index].position,
+                      rotation_, buffers_);
+    kernels_.encode(ring.format, ring.shape, values, payload, scale, 1.0f);
+  }
+
+  const RowKernels& kernels_;
+  const ops::AppendParams& params_;
+  Rotation& rotation_;
+  RowBuffers& buffers_;
+};
 
 // The next token, within a short distance, that closes an entry whose other rows are all stored.
 const ops::StepRecord* next_due(const ops::StepRecord* at, const ops::StepRecord* end, std::int32_t ratio) {
@@ -195,17 +217,14 @@ void CpuBackend::append(const ops::AppendParams& params) {
   pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
     RowBuffers& buffer = buffers(worker);
     Rotation rotation(kernels_, buffer);
+    const WindowRows window_rows(kernels_, params, rotation, buffer);
     for (std::int64_t i = begin; i < end; ++i) {
       const ops::StepRecord& token = step.tokens[i];
-      if (i + kPrefetchTokens < end) {
-        prefetch_ring_row(layer.window, step.tokens[i + kPrefetchTokens]);
-        prefetch(input_row(params.window_rows, i + kPrefetchTokens),
-                 row_bytes(params.window_rows, layer.window.ring.shape));
-      }
+      if (i + kPrefetchTokens < end) prefetch_token(params, i + kPrefetchTokens);
       if (token.padded()) continue;
       const std::int64_t position = token.position;
       const ops::StepRecord* next = i + 1 < end && !step.tokens[i + 1].padded() ? &token + 1 : nullptr;
-      write_window_row(kernels_, params, i, rotation, buffer);
+      window_rows.write(i);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
@@ -221,6 +240,85 @@ void CpuBackend::append(const ops::AppendParams& params) {
   });
 }
 
+// V4.1: an entry and its index key are made from one latent, which is neither rotated nor stored.
+void CpuBackend::append_owner(const ops::OwnerAppendParams& params) {
+  const ops::AppendParams& rows = params.rows;
+  const ops::StepDesc& step = rows.step;
+  const ops::KindDesc &entries = rows.layer.kinds[0], &keys = rows.layer.kinds[1];
+  const int width = entries.page.shape.width, pairs = rows.rope.rope_dim / 2;
+  const float eps = rows.layer.eps;
+  fit_buffers(widest(rows.layer), entries.ratio);
+  pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
+    RowBuffers& buffer = buffers(worker);
+    float* row = buffer.row.data();
+    float* key = buffer.key.data();
+    Rotation rotation(kernels_, buffer);
+    const WindowRows window_rows(kernels_, rows, rotation, buffer);
+    const Compressor compressor(kernels_, entries, rows.kv[0], rows.gate[0]);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ops::StepRecord& token = step.tokens[i];
+      if (rows.window_rows.data != nullptr && i + kPrefetchTokens < end) prefetch_token(rows, i + kPrefetchTokens);
+      if (token.padded()) continue;
+      if (rows.window_rows.data != nullptr) window_rows.write(i);
+      if (entries.ratio > 1)
+        compressor.store_pending(token, i + 1 < end && !step.tokens[i + 1].padded() ? &token + 1 : nullptr);
+      if ((token.position + 1) % entries.ratio != 0 || token.block < 0) continue;
+      if (entries.ratio > 1)
+        compressor.pool_entry(token, nullptr, buffer);
+      else
+        kernels_.load_as_bf16(input_row(rows.kv[0], i), rows.kv[0].dtype, width, row);
+      kernels_.finish({width, entries.norm_weight, eps, 0, nullptr, nullptr, row, buffer.tmp.data()});
+      if (params.latents != nullptr)
+        kernels_.convert({width, row, DType::f32, params.latents + i * params.latent_stride, DType::bf16});
+      rotation.seek(rows.rope, std::int64_t{token.position} + 1 - entries.ratio);
+      if (params.key_weight != nullptr) {
+        const int key_width = keys.page.shape.width;
+        kernels_.project({width, row, params.key_weight, key_width, key});
+        kernels_.finish(
+            {key_width, keys.norm_weight, eps, pairs, rotation.cos, rotation.sin, key, buffer.tmp.data()});
+        store_row(kernels_, keys, PageRow(keys, step, token), key);
+      }
+      kernels_.rotate(pairs, rotation.cos, rotation.sin, row + width - 2 * pairs);
+      store_row(kernels_, entries, PageRow(entries, step, token), row);
+    }
+  });
+}
+
+void CpuBackend::append_keys(const ops::KeyAppendParams& params) {
+  const ops::StepDesc& step = params.step;
+  const ops::KindDesc& keys = params.layer.kinds[1];
+  const int width = keys.page.shape.width;
+  fit_buffers(width);
+  pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
+    RowBuffers& buffer = buffers(worker);
+    Rotation rotation(kernels_, buffer);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ops::StepRecord& token = step.tokens[i];
+      if (token.padded() || (token.position + 1) % keys.ratio != 0 || token.block < 0) continue;
+      kernels_.load_as_bf16(input_row(params.keys, i), params.keys.dtype, width, buffer.row.data());
+      rotation.seek(params.rope, std::int64_t{token.position} + 1 - keys.ratio);
+      kernels_.finish({width, keys.norm_weight, params.layer.eps, params.rope.rope_dim / 2, rotation.cos, rotation.sin,
+                       buffer.row.data(), buffer.tmp.data()});
+      store_row(kernels_, keys, PageRow(keys, step, token), buffer.row.data());
+    }
+  });
+}
+
+void CpuBackend::quantise_draft_rows(const ops::DraftParams& params) {
+  ops::AppendParams rows;
+  rows.layer = params.attend.layer;
+  rows.step = params.attend.step;
+  rows.front_end = params.front_end;
+  rows.window_rows = params.rows;
+  fit_buffers(rows.layer.window.ring.shape.width);
+  pool_.run(rows.step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
+    Rotation rotation(kernels_, buffers(worker));
+    const WindowRows window_rows(kernels_, rows, rotation, buffers(worker));
+    for (std::int64_t i = begin; i < end; ++i)
+      if (!rows.step.tokens[i].padded()) window_rows.write_scratch(i);
+  });
+}
+
 void CpuBackend::flush(const ops::FlushParams& params) {
   const ops::StepDesc& step = params.step;
   fit_buffers(widest(params.layer));
@@ -229,7 +327,8 @@ void CpuBackend::flush(const ops::FlushParams& params) {
       const ops::StepRecord& token = step.tokens[begin];
       next = token.padded() ? begin + 1 : std::min<std::int64_t>(end, token.first_token + token.count);
       for (int k = 0; k < params.layer.num_kinds && !token.padded(); ++k)
-        flush_rows(kernels_, params, k, begin, next, buffers(worker).row.data());
+        if (params.rows[k].data != nullptr)
+          flush_rows(kernels_, params, k, begin, next, buffers(worker).row.data());
     }
   });
 }

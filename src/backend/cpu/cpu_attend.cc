@@ -35,6 +35,15 @@ void for_each_window_row(const ops::LayerDesc& layer, const ops::StepDesc& step,
   }
 }
 
+// Calls f for the window before a draft's item, then for the item's own rows.
+template <class F>
+void for_each_draft_row(const ops::LayerDesc& layer, const ops::StepDesc& step, const ops::StepRecord& at, F&& f) {
+  const ops::WindowDesc& w = layer.window;
+  for (std::int64_t p = std::max(step.window_begin(at), at.length - layer.window_tokens); p < at.length; ++p)
+    f(w.ring, std::int64_t{at.read_slot}, p % w.rows);
+  for (std::int64_t i = 0; i < at.count; ++i) f(w.scratch, std::int64_t{0}, at.first_token + i);
+}
+
 template <class F>
 void for_each_entry(const ops::AttendParams& p, std::int64_t token, F&& f) {
   const ops::StepRecord& at = p.step.tokens[token];
@@ -63,9 +72,11 @@ bool is_padded(const ops::AttendParams& p, std::int64_t token) {
 }
 
 template <class F>
-void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
+void for_each_row(const ops::AttendParams& p, bool draft, std::int64_t token, F&& f) {
   if (is_padded(p, token)) return;
-  if (p.window_slots.slots != nullptr)
+  if (draft)
+    for_each_draft_row(p.layer, p.step, p.step.tokens[token], f);
+  else if (p.window_slots.slots != nullptr)
     for_each_slot(p.window_slots, p.layer.window.ring, p.layer.window.rows, token, f);
   else if (p.step.tokens != nullptr)
     for_each_window_row(p.layer, p.step, p.step.tokens[token], f);
@@ -75,8 +86,11 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
     for_each_entry(p, token, f);
 }
 
-/// Rows of other formats have a scale that is no power of two, so their values have more bits.
-bool decodes_to_bf16(Format format) { return format == Format::fp8_tile64 || format == Format::bf16; }
+/// Rows of other formats have a scale of more bits, and so have their values.
+bool decodes_to_bf16(Format format) {
+  return format == Format::fp8_tile64 || format == Format::bf16 || format == Format::fp8_tile32 ||
+         format == Format::nvfp4_row;
+}
 
 /// Queries and all rows that they can meet.
 bool all_bf16(const ops::AttendParams& p) {
@@ -117,7 +131,8 @@ int group_heads(int num_heads, std::int64_t tokens, int threads) {
 
 }  // namespace
 
-void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
+void CpuBackend::attend_heads(const ops::AttendParams& p, QueryRows window, std::int64_t token, int first_head,
+                              int heads, int worker) {
   const int width = width_of(p), stride = attend_stride(width);
   AttendBuffers& b = attend_buffers_[worker];
   kernels_.convert(
@@ -136,11 +151,12 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
                      b.sum.data(), b.acc.data(), b.tmp.data()});
     count = 0;
   };
-  for_each_row(p, token, [&](const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
+  const auto add_row = [&](const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
     kernels_.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), 1.0f,
                     b.rows.data() + count * stride, DType::f32, nullptr);
     if (++count == kAttendRows) apply_tile();
-  });
+  };
+  for_each_row(p, window == QueryRows::draft, token, add_row);
   if (count > 0) apply_tile();
 
   const bool padded = is_padded(p, token), rotate = p.inverse_rope.rope_dim > 0 && !padded;
@@ -164,14 +180,21 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
   }
 }
 
-void CpuBackend::attend(const ops::AttendParams& p) {
+void CpuBackend::attend(const ops::AttendParams& p) { attend_rows(p, QueryRows::step); }
+
+void CpuBackend::attend_draft(const ops::DraftParams& p) {
+  quantise_draft_rows(p);
+  attend_rows(p.attend, QueryRows::draft);
+}
+
+void CpuBackend::attend_rows(const ops::AttendParams& p, QueryRows window) {
   const int group = group_heads(p.num_heads, p.step.num_tokens, pool_.threads());
   const int groups = (p.num_heads + group - 1) / group;
   fit_buffers(width_of(p), 0, group);
   pool_.run(std::int64_t{p.step.num_tokens} * groups, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t i = begin; i < end; ++i) {
       const int first = static_cast<int>(i % groups) * group;
-      attend_heads(p, i / groups, first, std::min(group, p.num_heads - first), worker);
+      attend_heads(p, window, i / groups, first, std::min(group, p.num_heads - first), worker);
     }
   });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -13,7 +14,7 @@
 
 namespace kv4::cpu {
 
-class CpuBackend final : public Backend {
+class CpuBackend final : public Backend, public SharedEntryOperations {
  public:
   CpuBackend(int threads, const RowKernels& kernels)
       : kernels_(kernels), pool_(threads), buffers_(threads), attend_buffers_(threads) {}
@@ -54,6 +55,15 @@ class CpuBackend final : public Backend {
   void gather_slots(const ops::SlotRowsParams& params) override;
   void make_range_tables(const ops::RangeTablesParams& params) override;
   void place_scores(const ops::PlaceScoresParams& params) override;
+  SharedEntryOperations* shared_entries() override { return this; }
+  void append_owner(const ops::OwnerAppendParams& params) override;
+  void append_keys(const ops::KeyAppendParams& params) override;
+  void index_topk_and_candidates(const ops::IndexParams& params, const ops::CandidateDesc& candidates) override;
+  void select_topk_and_candidates(const ops::IndexParams& params, const ops::CandidateDesc& candidates) override;
+  void index_scores_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) override;
+  void index_topk_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) override;
+  void select_topk_within(const ops::IndexParams& params, const ops::CandidateDesc& candidates) override;
+  void attend_draft(const ops::DraftParams& params) override;
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override;
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
@@ -67,12 +77,27 @@ class CpuBackend final : public Backend {
   void synchronize() override {}
 
  private:
-  /// Scores the tokens [first, first + count) that see at least `min_keys` keys.
-  void score_tokens(const ops::IndexParams& params, std::int64_t first, std::int64_t count, std::int64_t min_keys,
-                    const std::function<float*(std::int64_t)>& scores_of);
-  void score_block(const ops::IndexParams& params, std::int64_t begin, std::int64_t end, std::int64_t index,
-                   std::int64_t min_keys, const std::function<float*(std::int64_t)>& scores_of, int worker);
-  void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
+  /// Some tokens of a step: those of [first, first + count) that see from min_keys to max_keys keys.
+  struct TokenRange {
+    std::int64_t first, count, min_keys;
+    std::int64_t max_keys = std::numeric_limits<std::int64_t>::max();
+
+    std::int64_t end() const { return first + count; }
+    bool has(std::int64_t keys) const { return keys >= min_keys && keys <= max_keys; }
+  };
+  using ScoresOf = std::function<float*(std::int64_t)>;  // of a token
+  void prepare_queries(const ops::IndexParams& params, const TokenRange& tokens);
+  void score_tokens(const ops::IndexParams& params, const TokenRange& tokens, const ScoresOf& scores_of);
+  void score_block(const ops::IndexParams& params, const TokenRange& tokens, std::int64_t index,
+                   const ScoresOf& scores_of, int worker);
+  /// Scores the entries of the tokens' candidates, one after the other, into the workspace.
+  void score_candidates(const ops::IndexParams& params, const ops::CandidateDesc& candidates, const TokenRange& tokens);
+  void quantise_draft_rows(const ops::DraftParams& params);
+  /// The rows that a query meets beside its entries.
+  enum class QueryRows : std::uint8_t { step, draft };
+  void attend_rows(const ops::AttendParams& params, QueryRows window);
+  void attend_heads(const ops::AttendParams& params, QueryRows window, std::int64_t token, int first_head, int heads,
+                    int worker);
   void fit_buffers(int width, int num_sources = 0, int attend_heads = 0);
   RowBuffers& buffers(int worker) { return buffers_[worker]; }
 

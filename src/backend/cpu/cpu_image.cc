@@ -14,7 +14,7 @@ void CpuBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageL
   RowBuffers& buffer = buffers(0);
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
-    if (kind.overlap || part.open_count == 0) continue;
+    if (!kind.pending.folds() || part.open_count == 0) continue;
     const int width = kind.page.shape.width;
     const std::size_t bytes = 3 * width * sizeof(float);
     fit_buffers(width);
@@ -37,7 +37,7 @@ void CpuBackend::restore_image(std::span<const ops::LayerDesc> layers, const Ima
   copy_pieces(pieces_from_image(layers, layout, slot, reinterpret_cast<const std::uint8_t*>(image)));
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
-    if (!kind.overlap)
+    if (kind.pending.folds())
       kind.pending.fold_watermarks[slot * kind.pending.fold_watermark_stride] = static_cast<std::int32_t>(part.length);
   }
 }

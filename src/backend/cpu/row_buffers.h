@@ -14,8 +14,10 @@ namespace kv4::cpu {
 struct RowBuffers {
   AlignedVector<float> acc;  // [3, width]
   AlignedVector<float> row, tmp, cos, sin;
+  AlignedVector<float> key;             // an index key that is made from a latent
+  AlignedVector<float> zeros;           // never written
   AlignedVector<float> keys;            // [kScoreKeys, width]
-  std::vector<ops::SourceRow> sources;  // of one entry of an overlapping kind
+  std::vector<ops::SourceRow> sources;  // of one entry that is pooled from its rows
 
   void fit(int width, int num_sources) {
     if (std::ssize(sources) < num_sources) sources.resize(num_sources);
@@ -24,7 +26,7 @@ struct RowBuffers {
     if (std::ssize(row) >= n) return;
     acc.resize(3 * n);
     keys.resize(kScoreKeys * n);
-    for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &row})
+    for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &key, &zeros, &row})
       buffer->resize(n);  // `row` last: it then tells that all fit
   }
 };

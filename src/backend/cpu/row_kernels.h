@@ -104,6 +104,15 @@ struct ConvertArgs {
   const void* write_later = nullptr;
 };
 
+/// out [rows] = weight [rows, width] . latent, rounded to bf16.
+struct ProjectArgs {
+  int width;
+  const float* latent;
+  const std::uint16_t* weight;  // bf16
+  int rows;
+  float* out;
+};
+
 struct RowKernels {
   const char* name;
   void (*convert)(const ConvertArgs& args);
@@ -115,6 +124,9 @@ struct RowKernels {
   void (*pool)(int width, const ops::SourceRow* rows, int count, float* acc, float* row);
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
+  /// Rotates channels [2 * pairs], rounded to bf16.
+  void (*rotate)(int pairs, const float* cos, const float* sin, float* channels);
+  void (*project)(const ProjectArgs& args);
   void (*hadamard)(int width, float* row);
   void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
                  float global);  // x: bf16 values

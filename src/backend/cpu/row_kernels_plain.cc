@@ -44,6 +44,12 @@ void finish(const FinishArgs& a) {
   ops::norm_and_rotate_row(OneLane{}, a.width, a.norm_weight, a.eps, a.pairs, a.cos, a.sin, a.row, a.tmp);
 }
 
+void rotate(int pairs, const float* cos, const float* sin, float* channels) {
+  ops::rotate_channels(OneLane{}, pairs, cos, sin, channels);
+}
+
+void project(const ProjectArgs& a) { ops::project_latent(OneLane{}, a.width, a.latent, a.weight, a.rows, a.out); }
+
 void hadamard(int width, float* row) { ops::hadamard_row(OneLane{}, width, row); }
 
 void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
@@ -121,9 +127,9 @@ void attend(const AttendArgs& a) {
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,         mean,          pool,
-                                     angles,   finish,  hadamard,     encode,       encode_input,  decode,
-                                     prepare_query, score, prepare_heads, attend};
+  static constexpr RowKernels kTable{"scalar",      convert, load_as_bf16,  fold,   mean,     pool,
+                                     angles,        finish,  rotate,        project, hadamard, encode,
+                                     encode_input,  decode,  prepare_query, score,  prepare_heads, attend};
   return kTable;
 }
 

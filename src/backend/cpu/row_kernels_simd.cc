@@ -33,6 +33,8 @@ const RowKernels* simd_table() {
                                 pool,
                                 angles,
                                 finish,
+                                rotate,
+                                project,
                                 hadamard,
                                 encode,
                                 encode_input,

@@ -118,11 +118,12 @@ HWY_INLINE std::uint32_t largest_magnitude(const std::uint16_t* x, std::size_t c
 }
 
 constexpr std::size_t kTile = codec::Fp8Tile64::kTile;  // fp8_row is processed in the same tiles
+constexpr std::size_t kSmallTile = codec::Fp8Tile32::kTile;
 
 // bf16 -> e4m3 in 16-bit integers, for values that become normal: exponents move, mantissas are rounded from 7 to 3
 // bits. Among eight consecutive mantissas the code grows at most once; with i the upper 4 bits of the mantissa,
 // code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base(tile). False if a code is below the normal codes.
-template <class Base>
+template <std::size_t kTile, class Base>
 HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
                                    std::uint8_t* out) {
   const D16 d;
@@ -147,13 +148,13 @@ HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, co
 }
 
 // The same for any finite values. scaled(tile, x): the value to round.
-template <class Base, class Scaled>
+template <std::size_t kTile, class Base, class Scaled>
 HWY_INLINE void encode_e4m3(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
                             Scaled scaled, std::uint8_t* out) {
-  if (encode_e4m3_normal(x, count, round, base, out)) return;
+  if (encode_e4m3_normal<kTile>(x, count, round, base, out)) return;
   for (std::size_t t = 0; t < count / kTile; ++t) {
     const auto same = [&](std::size_t) { return base(t); };
-    if (encode_e4m3_normal(x + t * kTile, kTile, round, same, out + t * kTile)) continue;
+    if (encode_e4m3_normal<kTile>(x + t * kTile, kTile, round, same, out + t * kTile)) continue;
     for (std::size_t c = t * kTile; c < (t + 1) * kTile; c += hn::Lanes(DF()))
       store_bytes(e4m3_bits(scaled(t, load_bf16(x + c))), out + c);
   }
@@ -174,11 +175,29 @@ HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x,
     most = most > amax ? most : amax;
   }
   if (most >= 0x7F80) return false;
-  encode_e4m3(
+  encode_e4m3<kTile>(
       x, body, kRoundEven, [&](std::size_t t) { return (scale[t] - 7) << 3; },
       [&](std::size_t t, VF v) { return hn::Mul(v, set(codec::pow2(127 - scale[t]))); }, payload);
   for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
   std::memcpy(payload + body, x + body, 2 * tail);
+  return true;
+}
+
+// The same in smaller tiles, without a tail.
+HWY_INLINE bool encode_fp8_tile32(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
+                                  std::uint8_t* scale) {
+  const std::size_t width = shape.width;
+  if (hn::Lanes(D16()) > kSmallTile) return false;
+  std::uint32_t most = 0;
+  for (std::size_t t = 0; t < width / kSmallTile; ++t) {
+    const std::uint32_t amax = largest_magnitude(x + t * kSmallTile, kSmallTile);
+    scale[t] = static_cast<std::uint8_t>(exponent_over_448(amax << 16) + 127);
+    most = most > amax ? most : amax;
+  }
+  if (most >= 0x7F80) return false;
+  encode_e4m3<kSmallTile>(
+      x, width, kRoundEven, [&](std::size_t t) { return (scale[t] - 7) << 3; },
+      [&](std::size_t t, VF v) { return hn::Mul(v, set(codec::pow2(127 - scale[t]))); }, payload);
   return true;
 }
 
@@ -217,7 +236,7 @@ HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const std::uint16_t* x, st
   const int base = 8 * (static_cast<int>(amax >> 7) - 8) - by.first;
   if (base < 8) return false;    // amax is tiny: zero would not be below the normal codes
   const VF limit = set(448.0f);  // amax / (amax / 448) may round to just above it
-  encode_e4m3(
+  encode_e4m3<kTile>(
       x, body, by.round, [&](std::size_t) { return base; },
       [&](std::size_t, VF v) { return hn::Min(hn::Max(hn::Div(v, set(inverse)), hn::Neg(limit)), limit); }, payload);
   std::memcpy(payload + body, x + body, 2 * tail);
@@ -229,6 +248,7 @@ constexpr std::size_t kMaxRowWidth = 2048;
 
 HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                            std::uint8_t* scale) {
+  if (format == Format::fp8_tile32) return encode_fp8_tile32(shape, x, payload, scale);
   return format == Format::fp8_row ? encode_fp8_row(shape, x, payload, scale)
                                    : encode_fp8_tile64(shape, x, payload, scale);
 }
@@ -285,6 +305,20 @@ HWY_INLINE bool encode_nvfp4(std::size_t width, const float* x, std::uint8_t* pa
   return true;
 }
 
+// The scale is no power of two, so each channel is divided by it. A NaN changes the whole group: the plain code.
+HWY_INLINE bool encode_nvfp4_row(std::size_t width, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  constexpr std::size_t kGroup = codec::Nvfp4Row::kGroup;
+  std::uint8_t codes[kMaxKeyWidth];
+  for (std::size_t t = 0; t < width / kGroup; ++t) {
+    const std::uint32_t amax = amax_bits(x + t * kGroup, kGroup);
+    if (amax > kFiniteBits) return false;
+    scale[t] = codec::Nvfp4Row::scale_byte(codec::bits_float(amax));
+    encode_e2m1<true>(x + t * kGroup, kGroup, codec::e4m3_value(scale[t]), codes + t * kGroup);
+  }
+  pack_nibbles(codes, width, payload);
+  return true;
+}
+
 void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
             float global) {
   const std::size_t lanes = hn::Lanes(DF()), width = shape.width;
@@ -293,6 +327,7 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
   bool done = false;
   switch (format) {
     case Format::fp8_tile64:
+    case Format::fp8_tile32:
     case Format::fp8_row: done = whole && encode_fp8(format, shape, x, payload, scale); break;
     case Format::fp8: done = whole && encode_fp8_key(width, x, payload, scale); break;
     case Format::mxfp4:
@@ -306,15 +341,19 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
       done = whole;
       if (whole) encode_bf16(x, width, payload);
       break;
-    case Format::fp8_tile32:
-    case Format::nvfp4_row: break;  // the plain code
+    case Format::nvfp4_row:
+      done =
+          width <= kMaxKeyWidth && codec::Nvfp4Row::kGroup % lanes == 0 && encode_nvfp4_row(width, x, payload, scale);
+      break;
   }
   if (!done) plain_row_kernels().encode(format, shape, x, payload, scale, global);
 }
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
                   std::uint8_t* scale, float global, float* tmp) {
-  const bool done = (format == Format::fp8_tile64 || format == Format::fp8_row) && type == DType::bf16 &&
+  const bool in_tiles =
+      format == Format::fp8_tile64 || format == Format::fp8_row || format == Format::fp8_tile32;
+  const bool done = in_tiles && type == DType::bf16 &&
                     shape.width > shape.tail &&
                     encode_fp8(format, shape, static_cast<const std::uint16_t*>(x), payload, scale);
   if (done) return;
@@ -340,6 +379,7 @@ HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std:
     store_value<kOut>(hn::Mul(e4m3_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), payload + c))), factor), out, c);
 }
 
+template <std::size_t kTile>
 HWY_INLINE bool all_normal(const std::uint8_t* e4m3, std::size_t count) {
   const hn::CappedTag<std::uint8_t, kTile> d;
   auto largest = hn::Zero(d);  // of code - 8: zero and subnormals wrap
@@ -350,7 +390,7 @@ HWY_INLINE bool all_normal(const std::uint8_t* e4m3, std::size_t count) {
 
 // e4m3 -> bf16 in 16-bit integers, for normal codes whose products are normal. base(tile): in every 128 bits, the 8
 // mantissas times the scale as bf16 with exponents less by 7; the code's exponent is added.
-template <class Base>
+template <std::size_t kTile, class Base>
 HWY_INLINE void decode_e4m3_normal(const std::uint8_t* payload, std::size_t count, Base base, std::uint16_t* out) {
   const D16 d;
   const hn::Repartition<std::uint8_t, D16> d8;
@@ -385,24 +425,25 @@ HWY_INLINE bool e4m3_base(float scale, std::uint16_t* base) {
   return true;
 }
 
-template <DType kOut>
-HWY_INLINE void decode_fp8_tile64(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t body, void* out) {
+// fp8_tile64, and fp8_tile32 with its tiles.
+template <DType kOut, std::size_t kTile>
+HWY_INLINE void decode_fp8_tiles(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t body, void* out) {
   const auto is_good = [&](std::size_t t) { return scale[t] >= 7 && scale[t] <= 245; };  // see e4m3_base
   bool good = false;
   if constexpr (kOut == DType::bf16) {
     const auto mantissas = hn::LoadDup128(D16(), kMantissas);
-    decode_e4m3_normal(
+    decode_e4m3_normal<kTile>(
         payload, body,
         [&](std::size_t t) {
           return hn::Add(mantissas, hn::Set(D16(), static_cast<std::uint16_t>((scale[t] - 7) << 7)));
         },
         static_cast<std::uint16_t*>(out));
-    good = all_normal(payload, body);
+    good = all_normal<kTile>(payload, body);
     for (std::size_t t = 0; t < body / kTile; ++t) good &= is_good(t);
   }
   if (good) return;
   for (std::size_t t = 0; t < body / kTile; ++t)
-    if (kOut == DType::f32 || !is_good(t) || !all_normal(payload + t * kTile, kTile))
+    if (kOut == DType::f32 || !is_good(t) || !all_normal<kTile>(payload + t * kTile, kTile))
       decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
 }
 
@@ -414,11 +455,11 @@ HWY_INLINE void decode_fp8_row(const std::uint8_t* payload, const std::uint8_t* 
     alignas(16) std::uint16_t base[8];
     if (body % kTile == 0 && e4m3_base(factor, base)) {
       const auto table = hn::LoadDup128(D16(), base);
-      decode_e4m3_normal(
+      decode_e4m3_normal<kTile>(
           payload, body, [&](std::size_t) { return table; }, static_cast<std::uint16_t*>(out));
-      if (all_normal(payload, body)) return;
+      if (all_normal<kTile>(payload, body)) return;
       for (std::size_t c = 0; c < body; c += kTile)
-        if (!all_normal(payload + c, kTile)) decode_e4m3<kOut>(payload, c, kTile, factor, out);
+        if (!all_normal<kTile>(payload + c, kTile)) decode_e4m3<kOut>(payload, c, kTile, factor, out);
       return;
     }
   }
@@ -546,6 +587,41 @@ HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* sc
   return true;
 }
 
+// The pairs of decode_e2m1_normal for every scale byte of nvfp4_row, whose products have at most 6 bits and are normal.
+// 0 for other bytes: NaN, and zero and negative scales, which no encoder writes.
+struct EntryPairs {
+  std::uint32_t of[256] = {};
+  EntryPairs() {
+    for (std::uint32_t byte = 1; byte < codec::kE4m3Nan; ++byte) {
+      const float scale = codec::e4m3_value(static_cast<std::uint8_t>(byte));
+      of[byte] = codec::float_bits(scale) >> 16 | codec::float_bits(1.5f * scale);
+    }
+  }
+};
+
+template <DType kOut>
+HWY_INLINE bool decode_nvfp4_row(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t width, void* out) {
+  constexpr std::size_t kGroup = codec::Nvfp4Row::kGroup;
+  static const EntryPairs all;
+  if (width > kMaxRowWidth || width % (4 * kGroup) != 0) return false;
+  alignas(32) std::uint32_t pairs[kMaxRowWidth / kGroup];
+  bool known = true;
+  for (std::size_t g = 0; g < width / kGroup; ++g) {
+    pairs[g] = all.of[scale[g]];
+    known = known && pairs[g] != 0;
+  }
+  if (!known) return false;
+  if constexpr (kOut == DType::bf16) {
+    decode_e2m1_normal<kGroup>(payload, width, pairs, static_cast<std::uint16_t*>(out));
+  } else {
+    alignas(64) std::uint16_t row[kMaxRowWidth];
+    decode_e2m1_normal<kGroup>(payload, width, pairs, row);
+    for (std::size_t c = 0; c < width; c += hn::Lanes(DF()))
+      hn::StoreU(load_bf16(row + c), DF(), static_cast<float*>(out) + c);
+  }
+  return true;
+}
+
 template <DType kOut>
 void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                float global, void* out, float* tmp) {
@@ -554,8 +630,12 @@ void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload
   const bool fits = body % lanes == 0 && tail % lanes == 0;
   [[maybe_unused]] std::uint16_t* out16 = static_cast<std::uint16_t*>(out);
   if (format == Format::fp8_tile64 && fits) {
-    decode_fp8_tile64<kOut>(payload, scale, body, out);
+    decode_fp8_tiles<kOut, kTile>(payload, scale, body, out);
     decode_bf16<kOut>(payload + body, body, tail, out);
+  } else if (format == Format::fp8_tile32 && hn::Lanes(D16()) <= kSmallTile) {
+    decode_fp8_tiles<kOut, kSmallTile>(payload, scale, width, out);
+  } else if (format == Format::nvfp4_row && decode_nvfp4_row<kOut>(payload, scale, width, out)) {
+    return;
   } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
     decode_fp8_row<kOut>(payload, scale, body, out);
     decode_bf16<kOut>(payload + body, body, tail, out);

@@ -147,12 +147,12 @@ void pool_typed(std::size_t width, const ops::SourceRow* rows, float* out) {
   }
 }
 
-// An entry of V4's overlapping layers pools eight rows, a request's first entry four.
+// An entry of V4's overlapping layers pools eight rows, a request's first entry four; V4.1's entry of ratio 2 two.
 void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* out) {
   const std::size_t w = width;
-  if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0)
+  if ((count != 8 && count != 4 && count != 2) || w % hn::Lanes(DF()) != 0)
     return plain_row_kernels().pool(width, rows, count, acc, out);
-  count == 8 ? pool_typed<8>(w, rows, out) : pool_typed<4>(w, rows, out);
+  count == 8 ? pool_typed<8>(w, rows, out) : count == 4 ? pool_typed<4>(w, rows, out) : pool_typed<2>(w, rows, out);
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
@@ -191,6 +191,42 @@ HWY_INLINE float square_sum(const float* x, std::size_t n, float* tmp) {
   return hn::GetLane(v);
 }
 
+HWY_INLINE void rotate_vectors(std::size_t pairs, const float* cos_in, const float* sin_in, float* channels) {
+  const DF d;
+  for (std::size_t i = 0; i < pairs; i += hn::Lanes(d)) {
+    VF x0, x1;
+    hn::LoadInterleaved2(d, channels + 2 * i, x0, x1);
+    const VF cos = hn::LoadU(d, cos_in + i), sin = hn::LoadU(d, sin_in + i);
+    const VF y0 = round_bf16(hn::MulAdd(x0, cos, hn::Neg(hn::Mul(x1, sin))));
+    const VF y1 = round_bf16(hn::MulAdd(x1, cos, hn::Mul(x0, sin)));
+    hn::StoreInterleaved2(y0, y1, d, channels + 2 * i);
+  }
+}
+
+void rotate(int pairs, const float* cos, const float* sin, float* channels) {
+  if (pairs % hn::Lanes(DF()) != 0) return plain_row_kernels().rotate(pairs, cos, sin, channels);
+  rotate_vectors(pairs, cos, sin, channels);
+}
+
+// An output per lane: every sum runs over the channels in order. A square of weights at a time is turned.
+void project(const ProjectArgs& a) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d), width = a.width, rows = a.rows;
+  if (width % lanes != 0 || rows % lanes != 0) return plain_row_kernels().project(a);
+  HWY_ALIGN float square[HWY_MAX_BYTES / 4 * HWY_MAX_BYTES / 4];
+  const auto column = hn::Mul(hn::Iota(DI(), 0), hn::Set(DI(), static_cast<std::int32_t>(lanes)));
+  for (std::size_t r = 0; r < rows; r += lanes) {
+    VF sum = hn::Zero(d);
+    for (std::size_t c = 0; c < width; c += lanes) {
+      for (std::size_t i = 0; i < lanes; ++i)
+        hn::StoreU(load_bf16(a.weight + (r + i) * width + c), d, square + i * lanes);
+      for (std::size_t j = 0; j < lanes; ++j)
+        sum = hn::MulAdd(set(a.latent[c + j]), hn::GatherIndex(d, square + j, column), sum);
+    }
+    hn::StoreU(round_bf16(sum), d, a.out + r);
+  }
+}
+
 // A row with an infinity or a NaN takes the plain code.
 void finish(const FinishArgs& a) {
   const DF d;
@@ -202,15 +238,7 @@ void finish(const FinishArgs& a) {
   for (std::size_t c = 0; c < width; c += lanes)
     hn::StoreU(round_bf16(hn::Mul(hn::Mul(hn::LoadU(d, a.row + c), factor), hn::LoadU(d, a.norm_weight + c))), d,
                a.row + c);
-  float* tail = a.row + width - 2 * pairs;
-  for (std::size_t i = 0; i < pairs; i += lanes) {
-    VF x0, x1;
-    hn::LoadInterleaved2(d, tail + 2 * i, x0, x1);
-    const VF cos = hn::LoadU(d, a.cos + i), sin = hn::LoadU(d, a.sin + i);
-    const VF y0 = round_bf16(hn::MulAdd(x0, cos, hn::Neg(hn::Mul(x1, sin))));
-    const VF y1 = round_bf16(hn::MulAdd(x1, cos, hn::Mul(x0, sin)));
-    hn::StoreInterleaved2(y0, y1, d, tail + 2 * i);
-  }
+  rotate_vectors(pairs, a.cos, a.sin, a.row + width - 2 * pairs);
 }
 
 // Butterflies at strides below the vector length, in one register: lane i is combined with lane i ^ h, and the upper of
