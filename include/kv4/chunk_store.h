@@ -163,6 +163,8 @@ class KV4_API ChunkStore {
   int event_fd() const;
   /// All batches that have ended and were not taken.
   std::vector<ChunkResults> drain();
+  /// One of them. nullopt: there is none.
+  std::optional<ChunkResults> take_any();
   /// Waits until a batch has ended that nobody has taken. False: none has by then.
   bool wait(tier::Deadline until);
   /// Waits for the end of one batch and takes it. nullopt: it has not ended by then, or was taken already.

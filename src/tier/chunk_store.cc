@@ -379,7 +379,7 @@ std::vector<ChunkResults> ChunkStore::drain() try {
   const std::lock_guard lock(impl_->mutex);
   all.reserve(impl_->done.size());
   for (Impl::Batch& batch : impl_->done) {
-    impl_->counts.open_chunks -= std::max<std::int64_t>(1, std::ssize(batch.results.statuses));
+    impl_->counts.open_chunks -= batch.chunks();
     all.push_back(std::move(batch.results));
   }
   taken.splice(taken.end(), impl_->done);
@@ -387,6 +387,15 @@ std::vector<ChunkResults> ChunkStore::drain() try {
   return all;
 } catch (const std::bad_alloc&) {
   fail_for_memory();
+}
+
+std::optional<ChunkResults> ChunkStore::take_any() {
+  impl_->needs_owner();
+  Impl::Batches taken;
+  const std::lock_guard lock(impl_->mutex);
+  if (impl_->done.empty()) return std::nullopt;
+  taken.splice(taken.end(), impl_->done, impl_->done.begin());
+  return impl_->take_out(taken.front());
 }
 
 bool ChunkStore::wait(tier::Deadline until) {
@@ -411,9 +420,14 @@ std::optional<ChunkResults> ChunkStore::take(std::uint64_t batch, tier::Deadline
     if (impl_->clock->now() >= until || impl_->open.count(batch) == 0) return std::nullopt;
     impl_->clock->wait_until(impl_->ended, lock, until);
   }
-  impl_->counts.open_chunks -= std::max<std::int64_t>(1, std::ssize(taken.front().results.statuses));
-  if (impl_->done.empty()) impl_->event.lower();
-  return std::move(taken.front().results);
+  return impl_->take_out(taken.front());
+}
+
+/// Of a batch that was in `done`, under the lock.
+ChunkResults ChunkStore::Impl::take_out(Batch& batch) {
+  counts.open_chunks -= batch.chunks();
+  if (done.empty()) event.lower();
+  return std::move(batch.results);
 }
 
 std::vector<tier::FlushStatus> ChunkStore::close(tier::Deadline until) try {

@@ -93,7 +93,7 @@ struct ChunkStore::Impl {
     std::uint32_t missed = 0;                           // of a flush: tiers that lack a put before it
     bool late = false;                                  // its deadline has passed; it waits for what it lent
     ChunkResults results;
-    std::int64_t chunks() const { return std::max<std::int64_t>(1, std::ssize(items)); }
+    std::int64_t chunks() const { return std::max<std::int64_t>(1, std::ssize(results.statuses)); }
   };
   using Batches = std::list<Batch>;
   /// A chunk that waits for the answers of tiers to its write.
@@ -113,6 +113,7 @@ struct ChunkStore::Impl {
   std::shared_ptr<Region> region_of(std::span<const std::byte> memory) const;
   void copy_in(Item& item, ChunkStatus& status) const;
   std::uint64_t submit(Batches batch);
+  ChunkResults take_out(Batch& batch);
   bool forked() const;
   void needs_owner() const;
 

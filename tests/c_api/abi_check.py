@@ -20,7 +20,7 @@ RECORDED = Path(__file__).with_name("abi.txt")
 # The library's own calls; every other one is kv4_TYPE_VERB.
 OWN_CALLS = {"kv4_version", "kv4_abi_version", "kv4_last_error", "kv4_set_log_sink", "kv4_read_key_file"}
 # Structs that never change and have no `size` field.
-FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
+FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_memory": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
          "kv4_time_histogram": 200, "kv4_failure_count": 16, "kv4_log_field": 16}
 
 
