@@ -352,10 +352,11 @@ std::vector<ChunkPresence> ChunkStore::look_up(std::span<const ChunkKey> keys, s
             "chunk {}: a key of {} bytes; it may have 1 to {}", i, keys[i].size(), kMaxChunkKey);
     requests[i].id = {tenant, tier::chunk_id(keys[i])};
   }
-  std::vector<bool> queued(keys.size());
+  std::vector<bool> queued;
   {
     const std::lock_guard lock(impl_->mutex);
-    for (std::size_t i = 0; i < keys.size() && !impl_->queued.empty(); ++i) {
+    if (!impl_->queued.empty()) queued.resize(keys.size());
+    for (std::size_t i = 0; i < queued.size(); ++i) {
       const auto found = impl_->queued.find(requests[i].id);
       queued[i] = found != impl_->queued.end();
       if (queued[i]) known[i] = found->second.there ? ChunkPresence::there : ChunkPresence::absent;
@@ -363,7 +364,7 @@ std::vector<ChunkPresence> ChunkStore::look_up(std::span<const ChunkKey> keys, s
   }
   impl_->chain.look_up(requests);
   for (std::size_t i = 0; i < keys.size(); ++i)
-    if (!queued[i] && requests[i].answered)
+    if ((queued.empty() || !queued[i]) && requests[i].answered)
       known[i] = requests[i].bytes >= 0 ? ChunkPresence::there : ChunkPresence::absent;
   return known;
 } catch (const std::bad_alloc&) {

@@ -8,6 +8,11 @@
 #include "tier/chunk_store_impl.h"
 
 namespace kv4 {
+namespace {
+
+constexpr std::size_t kCopiedTogether = 16;
+
+}  // namespace
 
 using tier::GetStatus;
 using tier::PutStatus;
@@ -87,7 +92,7 @@ void ChunkStore::Impl::begin(Batch& batch) {
     case ChunkAction::exists: {
       std::vector<tier::RecordId> ids;
       for (const Item& item : batch.items) ids.push_back(item.id);
-      batch.ticket.emplace(chain.exists(ids, batch.deadline));
+      batch.lookups.push_back({0, chain.exists(ids, batch.deadline)});
       break;
     }
     case ChunkAction::flush: batch.flushes = chain.start_flush(batch.deadline); batch.missed = std::exchange(missed, 0);
@@ -139,18 +144,24 @@ void ChunkStore::Impl::offer(Batch& batch, std::size_t index) {
 }
 
 void ChunkStore::Impl::begin_gets(Batch& batch) {
-  std::vector<tier::ReadRequest> requests(batch.items.size());
+  // Values that are copied to their place come in small groups, so that some are copied while others are read.
+  const bool copies =
+      std::any_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !item.region; });
+  const std::size_t group = copies ? kCopiedTogether : batch.items.size();
+  std::vector<tier::ReadRequest> requests;
   for (std::size_t i = 0; i < batch.items.size(); ++i) {
     Item& item = batch.items[i];
-    tier::ReadRequest& request = requests[i];
+    tier::ReadRequest& request = requests.emplace_back();
     request.id = item.id;
     request.label = item.label;
     request.max_bytes = std::min(item.value_bytes, kMaxChunkValue);
     request.view_allowed = !item.region;
     request.copy_promoted = item.region != nullptr;
     if (item.region) request.to = lend(batch, item, item.pieces.front().data(), request.max_bytes);
+    if (requests.size() < group && i + 1 < batch.items.size()) continue;
+    const std::size_t first = i + 1 - requests.size();
+    batch.lookups.push_back({first, chain.get(std::exchange(requests, {}), content, batch.deadline)});
   }
-  batch.ticket.emplace(chain.get(std::move(requests), content, batch.deadline));
 }
 
 void ChunkStore::Impl::settle_writes() {
@@ -182,7 +193,11 @@ void ChunkStore::Impl::settle_writes() {
 bool ChunkStore::Impl::advance(Batch& batch) {
   const bool over = clock->now() >= batch.deadline;
   if (!batch.late) {
-    if (batch.ticket && batch.ticket->done()) batch.action == ChunkAction::get ? take_gets(batch) : take_exists(batch);
+    std::erase_if(batch.lookups, [&](Lookup& lookup) {
+      if (!lookup.ticket.done()) return false;
+      batch.action == ChunkAction::get ? take_gets(batch, lookup) : take_exists(batch, lookup);
+      return true;
+    });
     bool waits = batch.unanswered > 0;
     for (const tier::TierQueue::FlushTicket& ticket : batch.flushes) waits = waits || !ticket.done();
     if (waits && !over) return false;
@@ -191,25 +206,23 @@ bool ChunkStore::Impl::advance(Batch& batch) {
   return batch.lent->transfers == 0;
 }
 
-void ChunkStore::Impl::take_exists(Batch& batch) {
-  const std::vector<tier::ReadResult> results = batch.ticket->take();
-  batch.ticket.reset();
+void ChunkStore::Impl::take_exists(Batch& batch, Lookup& lookup) {
+  const std::vector<tier::ReadResult> results = lookup.ticket.take();
   for (std::size_t i = 0; i < results.size(); ++i)
-    answer(batch, i,
+    answer(batch, lookup.first + i,
            results[i].status == GetStatus::found     ? ChunkStatus::ok
            : results[i].status == GetStatus::missing ? ChunkStatus::missing
                                                      : ChunkStatus::failed);
 }
 
-void ChunkStore::Impl::take_gets(Batch& batch) {
-  std::vector<tier::ReadResult> results = batch.ticket->take();
-  batch.ticket.reset();
+void ChunkStore::Impl::take_gets(Batch& batch, Lookup& lookup) {
+  std::vector<tier::ReadResult> results = lookup.ticket.take();
   for (std::size_t i = 0; i < results.size(); ++i) {
     ChunkStatus status = ChunkStatus::failed;
     std::int64_t bytes = 0;
     switch (results[i].status) {
       case GetStatus::found:
-        status = take_value(batch, i, results[i]);
+        status = take_value(batch, lookup.first + i, results[i]);
         if (status == ChunkStatus::ok || status == ChunkStatus::too_small) bytes = results[i].coding.decoded_bytes;
         break;
       case GetStatus::missing:
@@ -221,7 +234,7 @@ void ChunkStore::Impl::take_gets(Batch& batch) {
       case GetStatus::failed: break;
     }
     results[i] = {};  // gives the memory back
-    answer(batch, i, status, bytes);
+    answer(batch, lookup.first + i, status, bytes);
   }
 }
 
@@ -279,8 +292,7 @@ void ChunkStore::Impl::answer(Batch& batch, std::size_t index, ChunkStatus statu
 /// Ends the batch but for the memory that it has lent. Late answers find nobody.
 void ChunkStore::Impl::give_up(Batch& batch) {
   batch.late = true;
-  if (batch.ticket) batch.ticket->cancel();
-  batch.ticket.reset();
+  batch.lookups.clear();
   for (std::size_t i = 0; i < batch.flushes.size(); ++i)
     batch.results.flushed.push_back((batch.missed >> i & 1) != 0 ? tier::FlushStatus::failed
                                                                  : batch.flushes[i].status());

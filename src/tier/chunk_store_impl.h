@@ -80,6 +80,11 @@ struct ChunkStore::Impl {
     bool answered = false;
     bool no_space = false, failed = false, too_large = false;  // a tier's answers to a write
   };
+  /// Some chunks of a get or exists, which are asked for together.
+  struct Lookup {
+    std::size_t first = 0;
+    tier::TierChain::Ticket ticket;
+  };
   struct Batch {
     std::uint64_t number = 0;
     ChunkAction action = ChunkAction::put;
@@ -88,7 +93,7 @@ struct ChunkStore::Impl {
     std::vector<Item> items;
     std::size_t unanswered = 0;
     std::shared_ptr<Lent> lent = std::make_shared<Lent>();
-    std::optional<tier::TierChain::Ticket> ticket;      // of a get or exists
+    std::list<Lookup> lookups;                          // of a get or exists: those that have not ended
     std::vector<tier::TierQueue::FlushTicket> flushes;  // of a flush
     std::uint32_t missed = 0;                           // of a flush: tiers that lack a put before it
     bool late = false;                                  // its deadline has passed; it waits for what it lent
@@ -127,9 +132,9 @@ struct ChunkStore::Impl {
   void settle_writes();
   /// True: the batch has ended.
   bool advance(Batch& batch);
-  void take_gets(Batch& batch);
+  void take_gets(Batch& batch, Lookup& lookup);
   ChunkStatus take_value(Batch& batch, std::size_t index, tier::ReadResult& found);
-  void take_exists(Batch& batch);
+  void take_exists(Batch& batch, Lookup& lookup);
   void answer(Batch& batch, std::size_t index, ChunkStatus status, std::int64_t bytes = 0);
   void give_up(Batch& batch);
   void finish(Batches::iterator batch);
