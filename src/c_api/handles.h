@@ -27,6 +27,7 @@
 #include "kv4/tiered_prefix.h"
 #include "kv4/tiers.h"
 #include "kv4/version.h"
+#include "kv4_chunks.h"
 
 struct kv4_model {
   kv4::ModelConfig config;

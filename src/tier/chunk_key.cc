@@ -8,11 +8,12 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "tier/little_endian.h"
 
 namespace kv4::tier {
 namespace {
 
-constexpr std::string_view kPurpose = "kv4chunk";
+constexpr std::string_view kPurpose = "kv4chunk", kSpace = "kv4 chunk space 1\n";
 
 struct FreeContext {
   void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }
@@ -34,6 +35,11 @@ EVP_MD* sha256() {
 void needs_sha256() {
   require(sha256() != nullptr, ErrorCode::bad_state,
           "OpenSSL gives no SHA-256, which the ids of chunks need; load its default provider, or give it memory");
+}
+
+std::uint64_t chunk_layout_id(const std::string& space) {
+  const std::string text = std::string(kSpace) + space;
+  return load_le<std::uint64_t>(chunk_id(std::as_bytes(std::span(text))).data());
 }
 
 Key chunk_id(std::span<const std::byte> key) {

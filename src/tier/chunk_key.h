@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "kv4/tier.h"
 
@@ -35,6 +36,8 @@ inline ChunkLabel make_label(std::span<const std::byte> key, const ChunkCoding& 
   return label;
 }
 
+/// The layout id of a store of chunks of this space.
+std::uint64_t chunk_layout_id(const std::string& space);
 /// Any thread. Throws std::bad_alloc where OpenSSL finds no memory; needs_sha256() comes first.
 Key chunk_id(std::span<const std::byte> key);
 /// Throws Error(bad_state) where OpenSSL has no SHA-256.

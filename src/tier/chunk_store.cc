@@ -11,7 +11,6 @@
 
 #include "base/check.h"
 #include "tier/chunk_store_impl.h"
-#include "tier/little_endian.h"
 
 namespace kv4 {
 
@@ -23,11 +22,6 @@ namespace {
 
 constexpr std::size_t kMaxSpaceBytes = 256;
 constexpr std::int64_t kLeastPageBytes = 512, kMaxPageBytes = std::int64_t{1} << 30, kMaxOpenChunks = 1 << 24;
-
-std::uint64_t layout_of(const std::string& space) {
-  const std::string text = "kv4 chunk space 1\n" + space;
-  return tier::load_le<std::uint64_t>(tier::chunk_id(std::as_bytes(std::span(text))).data());
-}
 
 const ChunkStoreOptions& checked(const ChunkStoreOptions& options) {
   require(options.space.size() <= kMaxSpaceBytes, ErrorCode::bad_argument, "a space of {} bytes; it may have {}",
@@ -134,7 +128,7 @@ ChunkStore::ChunkStore(const ChunkStoreOptions& options) try {
   checked(options);
   const auto clock = std::make_shared<tier::SteadyClock>();
   const auto wakeup = std::make_shared<tier::Wakeup>(clock);
-  tier::StackShape shape{layout_of(options.space), options.host_page_bytes};
+  tier::StackShape shape{tier::chunk_layout_id(options.space), options.host_page_bytes};
   shape.own_as_records = true;
   shape.on_answer = [wakeup] { wakeup->notify(); };
   impl_ = std::make_unique<Impl>(options, tier::make_stack(options.tiers, shape, clock), clock, wakeup);

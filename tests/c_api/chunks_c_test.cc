@@ -1,4 +1,4 @@
-// A store of chunks through kv4.h.
+// A store of chunks through kv4_chunks.h.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kv4.h"
+#include "kv4_chunks.h"
 
 namespace kv4::test::c_api {
 namespace {

@@ -54,7 +54,8 @@ TEST(ChunkCoding, HasTheDocumentedBytes) {
   value.back() = std::byte{9};
   std::string hex;
   for (const std::byte b : trimmed(value)) hex += fmt::format("{:02x}", std::to_integer<unsigned>(b));
-  EXPECT_EQ(hex, "010203040506070809"
+  EXPECT_EQ(hex,
+            "010203040506070809"
             "08000000000400000000000000000000"
             "01000000000000000000000000000000"
             "02000000");

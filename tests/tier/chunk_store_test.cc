@@ -1,13 +1,10 @@
-// A store of chunks: the promises of kv4/chunk_store.h, over host memory, a simulated and a real disk, and tiers that
-// fail, hang and lie.
+// A store of chunks: the promises of kv4/chunk_store.h, over host memory, a simulated disk, and tiers that fail, hang
+// and lie.
 #include "kv4/chunk_store.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <filesystem>
 #include <map>
 #include <string>
 #include <string_view>
@@ -17,6 +14,7 @@
 #include "support/fake_tier.h"
 #include "support/simulated_disk.h"
 #include "tier/chunk_store_impl.h"
+#include "tier/chunk_values.h"
 #include "tier/disk_tier.h"
 #include "tier/guarded_tier.h"
 #include "tier/host_tier.h"
@@ -26,32 +24,9 @@
 namespace kv4::test {
 namespace {
 
-using Bytes = std::vector<std::byte>;
 using namespace std::chrono_literals;
 
 constexpr std::uint64_t kLayout = 26;
-
-tier::Deadline soon() { return std::chrono::steady_clock::now() + 30s; }
-
-ChunkKey key(std::string_view text) { return std::as_bytes(std::span(text)); }
-ChunkKey bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
-
-/// Keys of all lengths; some differ in their last byte only.
-std::string key_of(std::int64_t number) {
-  constexpr std::int64_t kLengths[] = {1, 4, 31, 32, 33, 36, 64, 255, 256};
-  std::string text(static_cast<std::size_t>(kLengths[number % 9]), 'k');
-  if (text.size() > 1) text[0] = static_cast<char>('a' + number % 9);
-  text.back() = static_cast<char>(number / 9);
-  return text;
-}
-
-/// Values of all sizes, some with runs of zeros.
-Bytes value_of(std::uint64_t seed, std::int64_t most = 40'000) {
-  Random random(seed);
-  Bytes value = random_bytes(random.next(), random.below(4) == 0 ? random.below(64) : random.below(most));
-  if (random.below(3) == 0 && value.size() > 3000) std::fill(value.begin() + 1000, value.end() - 500, std::byte{0});
-  return value;
-}
 
 /// A store over tiers of the test's.
 struct Store {
@@ -687,154 +662,6 @@ TEST(ChunkStore, CloseEndsEverything) {
   EXPECT_EQ(store->take(refused, clock->in(1s)).value().statuses.front(), ChunkStatus::refused);
   EXPECT_EQ(store->close(clock->in(1s)).front(), tier::FlushStatus::failed);
   fake->release();
-}
-
-struct Folder {
-  std::filesystem::path path;
-  explicit Folder(const std::string& name)
-      : path(std::filesystem::temp_directory_path() / ("kv4_" + name + "_" + std::to_string(::getpid()))) {
-    std::filesystem::remove_all(path);
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-};
-
-ChunkStoreOptions real_options(const Folder& folder, bool keys) {
-  ChunkStoreOptions options;
-  options.tiers.directory = folder.path.string();
-  options.tiers.segment_bytes = 1 << 20;
-  options.tiers.disk_bytes = 64 << 20;
-  options.space = "a model";
-  if (keys) options.tiers.keys = {CacheKey{std::byte{7}}};
-  return options;
-}
-
-std::pair<ChunkStatus, Bytes> get_from(ChunkStore& store, const std::string& name) {
-  Bytes to(1 << 17);
-  const ChunkResults got = store.take(store.get({{.key = key(name), .to = to}}), soon()).value();
-  to.resize(static_cast<std::size_t>(got.bytes.front()));
-  return {got.statuses.front(), to};
-}
-
-TEST(ChunkStore, OpensAgainWithItsKeyAndSpaceOnly) {
-  const Folder folder("chunks");
-  for (const bool keys : {false, true}) {
-    std::filesystem::remove_all(folder.path);
-    {
-      ChunkStore store(real_options(folder, keys));
-      for (std::int64_t i = 0; i < 20; ++i)
-        (void)store.put({{.key = key(key_of(i)), .value = value_of(static_cast<std::uint64_t>(i))}});
-      EXPECT_EQ(store.close(soon()).front(), tier::FlushStatus::durable);
-    }
-    {
-      ChunkStore store(real_options(folder, keys));
-      for (std::int64_t i = 0; i < 20; ++i)
-        EXPECT_EQ(get_from(store, key_of(i)), std::pair(ChunkStatus::ok, value_of(static_cast<std::uint64_t>(i))));
-    }
-    ChunkStoreOptions other = real_options(folder, keys);
-    other.space = "another model";
-    EXPECT_THROW(ChunkStore{other}, Error);
-    other = real_options(folder, true);
-    other.tiers.keys = {CacheKey{std::byte{8}}};
-    ChunkStore store(other);
-    EXPECT_EQ(get_from(store, key_of(3)).first, ChunkStatus::missing);
-    const std::string text = key_of(3);
-    if (!keys) {  // no key protects it: it is known not to count
-      EXPECT_EQ(store.look_up(std::vector<ChunkKey>{key(text)}).front(), ChunkPresence::absent);
-    }
-  }
-}
-
-TEST(ChunkStore, AForkOfItsProcessIsRefused) {
-  const Folder folder("chunks_fork");
-  ChunkStore store(real_options(folder, false));
-  const pid_t pid = ::fork();
-  ASSERT_GE(pid, 0);
-  if (pid == 0) {
-    int refused = 0;
-    try {
-      (void)store.flush();
-    } catch (const Error& e) {
-      refused = e.code() == ErrorCode::bad_state;
-    }
-    ::_exit(refused == 1 ? 0 : 1);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
-  EXPECT_EQ(status, 0);
-  EXPECT_EQ(store.close(soon()).front(), tier::FlushStatus::durable);
-}
-
-// A process killed at any moment: what its flush reported durable is there, and no value is wrong.
-TEST(ChunkStore, DurableAfterSigkill) {
-  const Folder folder("chunks_kill");
-  const int kills = std::getenv("KV4_TEST_LONG") != nullptr ? 100 : 12;
-  std::int64_t base = 0;
-  constexpr std::int64_t kKeys = 16;
-  std::map<std::int64_t, std::int64_t> settled;  // by key: the version there; none: missing
-  for (int round = 0; round < kills && !testing::Test::HasFailure(); ++round) {
-    SCOPED_TRACE("kill " + std::to_string(round));
-    int ends[2];
-    ASSERT_EQ(::pipe(ends), 0);
-    const pid_t pid = ::fork();
-    ASSERT_GE(pid, 0);
-    if (pid == 0) {
-      ChunkStore store(real_options(folder, true));
-      for (std::int64_t i = base;; i += 4) {
-        std::int64_t message[2] = {i + 4, -1};  // begun, durable
-        if (::write(ends[1], message, sizeof message) != sizeof message) ::_exit(1);
-        for (std::int64_t v = i; v < i + 4; ++v)
-          (void)store.put({{.key = key(key_of(v % kKeys)), .value = value_of(static_cast<std::uint64_t>(v))}});
-        const ChunkResults flushed = store.take(store.flush(), soon()).value();
-        bool stored = true;
-        for (const ChunkResults& each : store.drain()) stored = stored && each.all_ok();
-        if (!stored || flushed.flushed.front() != tier::FlushStatus::durable) ::_exit(2);
-        message[1] = i + 4;
-        if (::write(ends[1], message, sizeof message) != sizeof message) ::_exit(1);
-      }
-    }
-    ::close(ends[1]);
-    Random random(static_cast<std::uint64_t>(round));
-    std::int64_t begun = base, durable = base, message[2];
-    const auto read_one = [&] {
-      if (::read(ends[0], message, sizeof message) != sizeof message) return false;
-      begun = message[0];
-      if (message[1] >= 0) durable = message[1];
-      return true;
-    };
-    for (std::int64_t left = random.between(1, 12); left > 0 && read_one(); --left) {
-    }
-    ::usleep(static_cast<useconds_t>(random.below(4000)));
-    ::kill(pid, SIGKILL);
-    while (read_one()) {
-    }
-    ::close(ends[0]);
-    int status = 0;
-    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
-    ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself with " << status;
-
-    ChunkStore store(real_options(folder, true));
-    for (std::int64_t k = 0; k < kKeys; ++k) {
-      std::vector<std::int64_t> may;
-      if (settled.count(k) != 0) may.push_back(settled[k]);
-      bool surely = !may.empty();
-      for (std::int64_t v = base; v < begun; ++v) {
-        if (v % kKeys != k) continue;
-        if (v < durable) may.clear(), surely = true;
-        may.push_back(v);
-      }
-      const auto [got, value] = get_from(store, key_of(k));
-      if (got != ChunkStatus::ok) {
-        ASSERT_FALSE(surely) << "key " << k;
-        continue;
-      }
-      const auto found = std::find_if(may.begin(), may.end(),
-                                      [&](std::int64_t v) { return value_of(static_cast<std::uint64_t>(v)) == value; });
-      ASSERT_NE(found, may.end()) << "key " << k;
-      settled[k] = *found;
-    }
-    ASSERT_EQ(store.close(soon()).front(), tier::FlushStatus::durable);
-    base = begun;
-  }
 }
 
 }  // namespace
