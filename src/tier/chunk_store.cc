@@ -129,6 +129,7 @@ ChunkStore::ChunkStore(const ChunkStoreOptions& options) try {
   const auto clock = std::make_shared<tier::SteadyClock>();
   const auto wakeup = std::make_shared<tier::Wakeup>(clock);
   tier::StackShape shape{tier::chunk_layout_id(options.space), options.host_page_bytes};
+  shape.max_requests = options.max_chunks;
   shape.own_as_records = true;
   shape.on_answer = [wakeup] { wakeup->notify(); };
   impl_ = std::make_unique<Impl>(options, tier::make_stack(options.tiers, shape, clock), clock, wakeup);

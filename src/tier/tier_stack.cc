@@ -113,6 +113,7 @@ TierStack make_stack(const TiersOptions& options, const StackShape& shape, const
   TierQueueOptions queue;
   queue.max_write_bytes = options.max_write_bytes;
   queue.max_read_bytes = options.max_read_bytes;
+  queue.max_reads = queue.max_writes = shape.max_requests;
   queue.close_limit = options.close_limit;
   queue.on_answer = shape.on_answer;
   std::vector<std::unique_ptr<TierQueue>> queues;

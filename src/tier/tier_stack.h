@@ -16,6 +16,7 @@ namespace kv4::tier {
 struct StackShape {
   std::uint64_t layout_id = 0;
   std::int64_t host_page_bytes = 16 << 10;
+  std::int64_t max_requests = 4096;      // reads and writes of each tier that wait or are under way
   bool own_as_records = false;           // tiers of the caller's own get headers, too, where there are no keys
   std::function<void()> on_answer = {};  // TierQueueOptions
 };

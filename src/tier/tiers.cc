@@ -24,7 +24,8 @@ std::int64_t host_page_bytes(const CacheSchema& schema) {
 
 Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try {
   const auto clock = std::make_shared<tier::SteadyClock>();
-  tier::TierStack stack = tier::make_stack(options, {schema.layout_id, host_page_bytes(schema)}, clock);
+  tier::TierStack stack =
+      tier::make_stack(options, {.layout_id = schema.layout_id, .host_page_bytes = host_page_bytes(schema)}, clock);
   impl_ = std::make_unique<Impl>(std::move(stack.queues), clock);
   impl_->backend = options.backend;
   impl_->protections = std::move(stack.protections);

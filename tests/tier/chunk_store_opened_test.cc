@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -78,6 +79,37 @@ TEST(ChunkStoreOpened, OpensAgainWithItsKeyAndSpaceOnly) {
     const std::string text = key_of(3);
     if (!keys) {  // no key protects it: it is known not to count
       EXPECT_EQ(store.look_up(std::vector<ChunkKey>{key(text)}).front(), ChunkPresence::absent);
+    }
+  }
+}
+
+TEST(ChunkStoreOpened, ManyChunksInABatch) {
+  const Folder folder("chunks_many");
+  ChunkStoreOptions options = real_options(folder, false);
+  options.tiers.disk_bytes = 256 << 20;
+  ChunkStore store(options);
+  constexpr std::int64_t kChunks = 10'000;
+  std::vector<std::string> names;
+  std::vector<ChunkPut> puts;
+  std::vector<ChunkGet> gets;
+  std::vector<ChunkKey> keys;
+  std::vector<std::int64_t> got(kChunks);
+  for (std::int64_t i = 0; i < kChunks; ++i) names.push_back("key " + std::to_string(i));
+  for (std::int64_t i = 0; i < kChunks; ++i) {
+    keys.push_back(key(names[i]));
+    puts.push_back({.key = keys.back(), .value = bytes_of(names[i])});
+    gets.push_back({.key = keys.back(), .to = std::as_writable_bytes(std::span(&got[i], 1))});
+  }
+  const auto put = store.put(puts), exists = store.exists(keys), get = store.get(gets);
+  EXPECT_TRUE(store.take(put, soon()).value().all_ok());
+  EXPECT_TRUE(store.take(exists, soon()).value().all_ok());
+  const ChunkResults results = store.take(get, soon()).value();
+  for (std::int64_t i = 0; i < kChunks; ++i) {
+    const auto size = static_cast<std::int64_t>(names[i].size());
+    ASSERT_EQ(results.statuses[i], size <= 8 ? ChunkStatus::ok : ChunkStatus::too_small) << i;
+    ASSERT_EQ(results.bytes[i], size);
+    if (size <= 8) {
+      ASSERT_EQ(std::memcmp(&got[i], names[i].data(), names[i].size()), 0);
     }
   }
 }
