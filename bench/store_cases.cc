@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -26,6 +27,7 @@
 
 #include "base/check.h"
 #include "checks/sizes.h"
+#include "kv4/chunk_store.h"
 #include "tier/disk_store.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_guard.h"
@@ -80,6 +82,39 @@ RecordId id_of(std::int64_t number) {
     std::memcpy(id.key.data() + i, &word, 8);
   }
   return id;
+}
+
+/// The keys of a batch of chunks: 36 bytes, as vLLM's are.
+class ChunkKeys {
+ public:
+  explicit ChunkKeys(std::span<const std::int64_t> numbers) : bytes_(numbers.size()) {
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      const RecordId id = id_of(numbers[i]);
+      std::copy(id.key.begin(), id.key.end(), bytes_[i].begin());
+      keys_.emplace_back(bytes_[i]);
+    }
+  }
+  std::span<const ChunkKey> keys() const { return keys_; }
+
+ private:
+  std::vector<std::array<std::byte, 36>> bytes_;
+  std::vector<ChunkKey> keys_;
+};
+
+constexpr Deadline kNever = Deadline::max();
+
+std::unique_ptr<ChunkStore> open_chunks(const std::filesystem::path& folder) {
+  ChunkStoreOptions options;
+  options.tiers.directory = folder.string();
+  options.tiers.disk_bytes = INT64_MAX;
+  options.tiers.max_write_bytes = options.tiers.max_read_bytes = std::int64_t{1} << 30;
+  return std::make_unique<ChunkStore>(options);
+}
+
+/// Takes the batch; throws unless all of it is ok.
+void finish(ChunkStore& store, std::uint64_t batch, const char* what) {
+  const std::optional<ChunkResults> results = store.take(batch, kNever);
+  require(results && results->all_ok(), ErrorCode::bad_file, "{} failed", what);
 }
 
 std::int64_t bytes_below(const std::filesystem::path& folder) {
@@ -209,6 +244,12 @@ class RecordSizeBench {
       for (Store& store : stores_)
         works.emplace_back(fmt::format("{} {}", store.name, writes ? "put" : "get"),
                            [&] { return timed(bytes_, [&] { writes ? put(store) : get(store); }); });
+      if (options_.chunks)
+        for (const bool registered : {false, true})
+          works.emplace_back(fmt::format("{} {}", registered ? "registered chunks" : "chunks", writes ? "put" : "get"),
+                             [&, registered] {
+                               return timed(bytes_, [&] { writes ? put_chunks(registered) : get_chunks(registered); });
+                             });
       works.emplace_back(writes ? "file per record write" : "file per record read",
                          [&] { return timed(bytes_, [&] { one_file_each(kind, *files_, "files"); }); });
       works.emplace_back(writes ? "cached file per record write" : "cached file per record read", [&] {
@@ -224,6 +265,7 @@ class RecordSizeBench {
     run(true);
     run(false);
     for (Store& store : stores_) store.store.reset();
+    for (auto& store : chunks_) store.reset();
     bench_folder_.empty();
     sync_folder();
     let_disk_rest(options_);
@@ -236,9 +278,7 @@ class RecordSizeBench {
     std::unique_ptr<DiskStore> store;
   };
 
-  std::span<std::byte> payload(std::int64_t i) {
-    return memory_.subspan(i % batch_ * block_bytes_, record_bytes_);
-  }
+  std::span<std::byte> payload(std::int64_t i) { return memory_.subspan(i % batch_ * block_bytes_, record_bytes_); }
 
   /// Whole blocks at their places in one file; written in order, read in random order.
   void raw(IoOp::Kind kind) {
@@ -307,6 +347,47 @@ class RecordSizeBench {
     }
   }
 
+  /// The numbers of the records of a batch that begins at `from`.
+  std::vector<std::int64_t> batch_from(std::int64_t from, bool in_order) const {
+    std::vector<std::int64_t> numbers;
+    for (std::int64_t j = from; j < std::min(from + batch_, records_); ++j) numbers.push_back(in_order ? j : order_[j]);
+    return numbers;
+  }
+
+  /// With a batch under way while the next one is made.
+  void put_chunks(bool registered) {
+    std::unique_ptr<ChunkStore>& store = chunks_[registered ? 1 : 0];
+    store = open_chunks(folder_ / (registered ? "registered chunks" : "chunks"));
+    if (registered) (void)store->add_memory(memory_);
+    std::uint64_t before = 0;
+    for (std::int64_t i = 0; i < records_; i += batch_) {
+      stop_if_interrupted(options_);
+      const std::vector<std::int64_t> numbers = batch_from(i, true);
+      const ChunkKeys keys(numbers);
+      std::vector<ChunkPut> chunks;
+      for (std::size_t j = 0; j < numbers.size(); ++j)
+        chunks.push_back({.key = keys.keys()[j], .value = payload(numbers[j])});
+      const std::uint64_t batch = store->put(chunks);
+      if (before != 0) finish(*store, before, "put");
+      before = batch;
+    }
+    finish(*store, before, "put");
+    finish(*store, store->flush(), "flush");
+  }
+
+  void get_chunks(bool registered) {
+    ChunkStore& store = *chunks_[registered ? 1 : 0];
+    for (std::int64_t i = 0; i < records_; i += batch_) {
+      stop_if_interrupted(options_);
+      const std::vector<std::int64_t> numbers = batch_from(i, false);
+      const ChunkKeys keys(numbers);
+      std::vector<ChunkGet> chunks;
+      for (std::size_t j = 0; j < numbers.size(); ++j)
+        chunks.push_back({.key = keys.keys()[j], .to = payload(i + static_cast<std::int64_t>(j))});
+      finish(store, store.get(chunks), "get");
+    }
+  }
+
   /// One file per record, written one after the other and durable at the end, as in many caches.
   void one_file_each(IoOp::Kind kind, FileSystem& files, const char* name) {
     const std::filesystem::path folder = folder_ / name;
@@ -341,12 +422,12 @@ class RecordSizeBench {
   }
 
   Speed fio(const std::string& kind) {
-    const std::string out = output_of({"fio", "--name=kv4", fmt::format("--filename={}", (folder_ / "fio").string()),
-                                       fmt::format("--rw={}", kind), fmt::format("--bs={}", block_bytes_),
-                                       fmt::format("--size={}", records_ * block_bytes_), "--ioengine=io_uring",
-                                       fmt::format("--iodepth={}", options_.depth), "--direct=1", "--end_fsync=1",
-                                       "--norandommap=0", "--output-format=json"},
-                                      options_);
+    const std::string out = output_of(
+        {"fio", "--name=kv4", fmt::format("--filename={}", (folder_ / "fio").string()), fmt::format("--rw={}", kind),
+         fmt::format("--bs={}", block_bytes_), fmt::format("--size={}", records_ * block_bytes_), "--ioengine=io_uring",
+         fmt::format("--iodepth={}", options_.depth), "--direct=1", "--end_fsync=1", "--norandommap=0",
+         "--output-format=json"},
+        options_);
     const json job = json::parse(out)["jobs"][0];
     const json& side = job[kind == "write" ? "write" : "read"];
     const double bytes_per_s = side["bw_bytes"].get<double>();
@@ -360,6 +441,7 @@ class RecordSizeBench {
   std::filesystem::path folder_;
   std::unique_ptr<FileSystem> files_, cached_files_ = make_posix_file_system({.direct = false});
   std::vector<Store> stores_;
+  std::array<std::unique_ptr<ChunkStore>, 2> chunks_;  // copied, registered
   BlockBuffer payloads_;
   std::span<std::byte> memory_;
   std::vector<std::int64_t> order_;
@@ -384,7 +466,11 @@ constexpr Comparison kComparisons[] = {{"store put", "raw write"},
                                        {"sealed put", "store put"},
                                        {"sealed get", "store get"},
                                        {"authenticated put", "store put"},
-                                       {"authenticated get", "store get"}};
+                                       {"authenticated get", "store get"},
+                                       {"chunks put", "store put"},
+                                       {"chunks get", "store get"},
+                                       {"registered chunks put", "store put"},
+                                       {"registered chunks get", "store get"}};
 
 json measure(const StoreBenchOptions& options, BenchFolder& folder, std::int64_t record_bytes) {
   RecordSizeBench bench(options, folder, record_bytes);
@@ -462,6 +548,63 @@ json measure_index(const StoreBenchOptions& bench, BenchFolder& bench_folder) {
           {"lookup_ns", lookup_ns}};
 }
 
+/// The same for a store of chunks of 4 KiB, with keys of 36 bytes.
+json measure_chunk_index(const StoreBenchOptions& bench, BenchFolder& bench_folder) {
+  const std::filesystem::path folder = bench_folder.path() / "chunk index";
+  constexpr std::int64_t kBatch = 4096;
+  std::vector<std::byte> value(4096);
+  std::mt19937_64 random(3);
+  for (std::byte& b : value) b = static_cast<std::byte>(random() & 0xff);
+  {
+    const auto store = open_chunks(folder);
+    for (std::int64_t i = 0; i < bench.index_records; i += kBatch) {
+      stop_if_interrupted(bench);
+      std::vector<std::int64_t> numbers;
+      for (std::int64_t j = i; j < std::min(i + kBatch, bench.index_records); ++j) numbers.push_back(j);
+      const ChunkKeys keys(numbers);
+      std::vector<ChunkPut> chunks;
+      for (const ChunkKey key : keys.keys()) chunks.push_back({.key = key, .value = value});
+      finish(*store, store->put(chunks), "put");
+    }
+    require(store->close(kNever).front() == FlushStatus::durable, ErrorCode::bad_file, "the store could not be closed");
+  }
+  std::vector<std::int64_t> numbers(100'000);
+  for (std::int64_t& number : numbers)
+    number = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(bench.index_records));
+  const ChunkKeys keys(numbers);
+  double with_s = 0, without_s = 0, batch_ns = 0, single_ns = 0;
+  {
+    const double start = wall_s();
+    const auto store = open_chunks(folder);
+    with_s = wall_s() - start;
+    const auto count_there = [](const std::vector<ChunkPresence>& known) {
+      return std::count(known.begin(), known.end(), ChunkPresence::there);
+    };
+    const double batched = wall_s();
+    std::int64_t there = count_there(store->look_up(keys.keys()));
+    batch_ns = (wall_s() - batched) / static_cast<double>(numbers.size()) * 1e9;
+    const double one_by_one = wall_s();
+    for (const ChunkKey& key : keys.keys()) there += count_there(store->look_up({&key, 1}));
+    single_ns = (wall_s() - one_by_one) / static_cast<double>(numbers.size()) * 1e9;
+    require(there == 2 * std::ssize(numbers), ErrorCode::bad_file, "a chunk is missing");
+  }
+  const auto files = make_posix_file_system();
+  (void)files->unlink((folder / kCheckpointName).string());
+  {
+    const double start = wall_s();
+    const auto store = open_chunks(folder);
+    without_s = wall_s() - start;
+    require(store->look_up(keys.keys().first(1)).front() == ChunkPresence::there, ErrorCode::bad_file,
+            "chunks are missing");
+  }
+  bench_folder.empty();
+  return {{"chunks", bench.index_records},
+          {"open_s", with_s},
+          {"open_without_checkpoint_s", without_s},
+          {"lookup_ns", batch_ns},
+          {"single_lookup_ns", single_ns}};
+}
+
 }  // namespace
 
 json bench_store(const StoreBenchOptions& options, const std::function<void(const json&)>& on_size) {
@@ -478,6 +621,7 @@ json bench_store(const StoreBenchOptions& options, const std::function<void(cons
   if (options.index_records > 0 && !options.interrupted()) {
     try {
       out["index"] = measure_index(options, folder);
+      if (options.chunks) out["chunk_index"] = measure_chunk_index(options, folder);
     } catch (const Interrupted&) {  // an incomplete store gives no result
     }
   }

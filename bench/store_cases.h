@@ -20,6 +20,7 @@ struct StoreBenchOptions {
   std::int64_t index_records = 0;  // 0: no index measurement
   bool fio = false;
   bool encrypt = false;
+  bool chunks = false;  // also a ChunkStore over such a disk, and its index, with keys of 36 bytes
   std::function<bool()> interrupted = [] { return false; };  // true: ends early with the results so far
 };
 

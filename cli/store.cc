@@ -31,9 +31,11 @@ struct StoreFlags {
   bool json = false;
 };
 
-std::string hex(const tier::Key& key) {
+/// In hex: a chunk's own key, else the record's.
+std::string key_text(const tier::DamagedRecord& record) {
   std::string out;
-  for (const std::byte b : key) out += fmt::format("{:02x}", std::to_integer<unsigned>(b));
+  for (const std::byte b : record.label ? record.label->key_span() : std::span<const std::byte>(record.id.key))
+    out += fmt::format("{:02x}", std::to_integer<unsigned>(b));
   return out;
 }
 
@@ -54,6 +56,9 @@ json describe(const SegmentSurvey& segment) {
               {"used_bytes", segment.used_bytes},
               {"records", segment.records},
               {"payload_bytes", segment.payload_bytes},
+              {"chunks", segment.chunks},
+              {"trimmed_chunks", segment.trimmed_chunks},
+              {"trimmed_bytes", segment.trimmed_bytes},
               {"dead_records", segment.dead_records},
               {"unreadable", json::array()},
               {"damaged", json::array()}};
@@ -63,7 +68,7 @@ json describe(const SegmentSurvey& segment) {
     out["damaged"].push_back({{"offset", record.offset},
                               {"bytes", record.bytes},
                               {"tenant", record.id.tenant},
-                              {"key", hex(record.id.key)},
+                              {"key", key_text(record)},
                               {"reason", to_string(record.reason)}});
   return out;
 }
@@ -114,6 +119,10 @@ void print(const StoreSurvey& survey, const std::string& directory) {
   fmt::print("{}\n", table.str());
   const std::int64_t sealed = survey.records(&SegmentSurvey::sealed_records),
                      authenticated = survey.records(&SegmentSurvey::authenticated_records), plain = unprotected(survey);
+  if (const std::int64_t chunks = survey.records(&SegmentSurvey::chunks); chunks > 0)
+    fmt::print("{} of the records are chunks, {} of them trimmed, which saves {}\n", group_digits(chunks),
+               group_digits(survey.records(&SegmentSurvey::trimmed_chunks)),
+               human_bytes(static_cast<double>(survey.records(&SegmentSurvey::trimmed_bytes))));
   fmt::print("{} records are sealed, {} authenticated, {} neither{}\n\n", group_digits(sealed),
              group_digits(authenticated), group_digits(plain),
              plain > 0 ? fmt::format(": {}", kNoKeyText) : std::string());
@@ -136,7 +145,7 @@ void print_losses(const StoreSurvey& survey) {
                  to_string(gap.reason));
     for (const tier::DamagedRecord& record : s.damaged)
       fmt::print("lost: {} at {}: {} bytes of tenant {}, key {} ({})\n", s.name, record.offset,
-                 group_digits(record.bytes), record.id.tenant, hex(record.id.key), to_string(record.reason));
+                 group_digits(record.bytes), record.id.tenant, key_text(record), to_string(record.reason));
   }
 }
 
@@ -238,6 +247,9 @@ void add_store(CLI::App& app, int& exit_code) {
   bench->add_flag("--fio", flags->options.fio, "also run fio, which has to be installed");
   bench->add_flag("--encrypt", flags->options.encrypt,
                   "also a sealed and an authenticated store, beside the one without keys");
+  bench->add_flag("--chunks", flags->options.chunks,
+                  "also a store of chunks (kv4/chunk_store.h), with copied and with registered memory; with --index, "
+                  "one of so many chunks of 4 KiB");
   bench->add_flag("--json", flags->json, "figures as JSON");
   bench->footer(
       "Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000\n\n"

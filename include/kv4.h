@@ -4,7 +4,7 @@
  *                       -> kv4_cache_commit | kv4_cache_abort]* -> kv4_cache_release
  *
  * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h, kv4/layer_cache_handle.h, kv4/tiers.h and
- * kv4/tiered_prefix.h mean; comments here name only the differences.
+ * kv4/tiered_prefix.h mean; comments here name only the differences. kv4_chunks.h has stores of chunks.
  *
  * Names: kv4_TYPE_VERB, where TYPE is the call's first argument, or its result where it makes one:
  * kv4_cache_admit(cache, ...) is KVCacheManager::admit. Five calls are the library's own: kv4_version, kv4_abi_version,
@@ -18,9 +18,9 @@
  * Structs begin with `size` and may grow. Set one up with its init, kv4_T_init(&x, sizeof(x)), which fills in `size`
  * and the defaults; a library older than the caller refuses fields it does not know unless they are zero, a newer one
  * takes their defaults and writes no byte behind them. A size that no version has (not a multiple of 8 from 16 bytes to
- * 64 KiB) is refused. In an array all elements have the size of the first. Nine structs have no size and never change:
- * kv4_tensor and kv4_managed_tensor (DLPack's), kv4_bytes, kv4_block_key, kv4_cache_key, kv4_plane, kv4_time_histogram,
- * kv4_failure_count, kv4_log_field.
+ * 64 KiB) is refused. In an array all elements have the size of the first. Ten structs have no size and never change:
+ * kv4_tensor and kv4_managed_tensor (DLPack's), kv4_bytes, kv4_memory, kv4_block_key, kv4_cache_key, kv4_plane,
+ * kv4_time_histogram, kv4_failure_count, kv4_log_field.
  *
  * Ownership: the caller frees an object that it got through `T** out` with kv4_T_free, which takes NULL. Tensors and
  * strings are read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps
@@ -90,6 +90,12 @@ typedef struct kv4_bytes {
   const void* data;
   size_t length;
 } kv4_bytes;
+
+/* Memory of the caller that is written. */
+typedef struct kv4_memory {
+  void* data;
+  size_t length;
+} kv4_memory;
 
 /* Told now and then: bytes of a session, blocks of a load, records of a save; 0 stops. NULL: nobody is told. */
 typedef int32_t (*kv4_progress)(void* user, int64_t done, int64_t total);

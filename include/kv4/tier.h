@@ -62,23 +62,33 @@ enum class GetStatus : std::uint8_t {
   failed      // a miss; no answer, or not in time
 };
 
+/// How the value of a chunk is stored (kv4/chunk_store.h). Only kv4's own tiers see it.
+struct ChunkCoding {
+  std::uint16_t coding = 0;         // 0: as it was put; else docs/formats.md
+  std::int64_t decoded_bytes = -1;  // of the value; -1: the record is no chunk's
+  friend bool operator==(const ChunkCoding&, const ChunkCoding&) = default;
+};
+struct ChunkLabel;  // the library's own: the key of a chunk and its coding
+
 // Requests come in batches; each has its own result.
 struct PutRequest {
   RecordId id;
   std::span<const std::byte> payload;
   PutStatus status = PutStatus::failed;  // out
+  const ChunkLabel* label = nullptr;     // null for a tier of your own
 };
 
 /// A record to read.
 struct GetRequest {
   RecordId id;
-  std::span<std::byte> to;  // as it was, or zeros, unless the record is `found`
+  std::span<std::byte> to;               // as it was, or zeros, unless the record is `found`
   GetStatus status = GetStatus::failed;  // out
   std::int64_t bytes = 0;                // out
   /// True: a tier that keeps records in memory may give `view` instead of a copy in `to`. The bytes stay unchanged and
   /// in memory as long as the view is held: hold it for a transfer, not for long.
   bool view_allowed = false;
   std::shared_ptr<std::byte[]> view = {};  // out
+  ChunkCoding coding = {};                 // out, of kv4's own tiers
 };
 
 /// A record to look for.

@@ -26,7 +26,8 @@ NO_REQUEST = -1
 # A list that type checkers can read; tests/python/test_package.py compares it with the module.
 __all__ = [
     "Admission", "ArgumentError", "Arrangement", "Backend", "BlockAllocator", "BlockBudget", "BlockEvent",
-    "CacheOptions", "CacheSchema", "CacheStatistics", "CallTimes", "CanonicalImage", "ClassicalView", "ConfigError", "ContextBudget", "DType",
+    "CacheOptions", "CacheSchema", "CacheStatistics", "CallTimes", "CanonicalImage", "ChunkAction", "ChunkResults", "ChunkStatus", "ChunkStore",
+    "ChunkStoreOptions", "ChunkStoreReport", "ClassicalView", "ConfigError", "ContextBudget", "DType",
     "DeviceFailureError", "Engram", "EntrySharing", "Error", "EvictionKind", "FileError", "FlushStatus", "Format", "HcaMode", "HostMemory",
     "IndexerView", "KVCacheManager", "LayerCacheHandle", "LayerCacheSchema", "LayerKind", "LayerSpec",
     "LogLevel", "LogRecord", "MemoryPart", "MemoryPlan", "ModelConfig", "NO_REQUEST", "NoDeviceError",

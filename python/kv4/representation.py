@@ -28,6 +28,7 @@ STATES: dict[str, Callable[[Any], str]] = {
     "PrefixLoad": lambda load: f"{load.brought_blocks()} of {load.wanted_blocks()} blocks",
     "LayerCacheHandle": lambda handle: f"layer {handle.layer()}",
     "Tiers": lambda tiers: ", ".join(report.name for report in tiers.report()),
+    "ChunkStore": lambda store: ", ".join(report.name for report in store.report().tiers),
     "TieredPrefix": lambda tiered: f"{tiered.statistics().waiting} waiting, {tiered.statistics().loaded_blocks} blocks loaded",
     "SessionSender": lambda sender: f"{len(sender.keys())} full blocks",
     "SessionReceiver": lambda receiver: f"{receiver.done_bytes()} of {receiver.total_bytes()} bytes",

@@ -26,6 +26,7 @@ void bind_manager(nb::module_& m);
 void bind_keys(nb::module_& m);
 void bind_sessions(nb::module_& m);
 void bind_tiers(nb::module_& m);
+void bind_chunks(nb::module_& m);
 void bind_status(nb::module_& m);
 void bind_foreign_pages(nb::module_& m);
 void bind_log(nb::module_& m);

@@ -17,6 +17,7 @@ NB_MODULE(_kv4, m) {
   kv4::python::bind_keys(m);
   kv4::python::bind_sessions(m);
   kv4::python::bind_tiers(m);
+  kv4::python::bind_chunks(m);
   kv4::python::bind_status(m);
   kv4::python::bind_foreign_pages(m);
   kv4::python::bind_log(m);

@@ -9,6 +9,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <span>
 #include <string_view>
@@ -19,12 +20,14 @@
 #include "base/check.h"
 #include "base/one_thread.h"
 #include "kv4.h"
+#include "kv4/chunk_store.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/preempted_request.h"
 #include "kv4/status_folder.h"
 #include "kv4/tiered_prefix.h"
 #include "kv4/tiers.h"
 #include "kv4/version.h"
+#include "kv4_chunks.h"
 
 struct kv4_model {
   kv4::ModelConfig config;
@@ -50,6 +53,20 @@ struct kv4_tiers {
   kv4::Tiers tiers;
   std::vector<kv4::TierReport> reports;  // of the last kv4_tiers_get_reports, with their failures
   std::vector<std::vector<kv4_failure_count>> failures;
+};
+
+struct kv4_chunk_store {
+  explicit kv4_chunk_store(const kv4::ChunkStoreOptions& options) : store(options) {}
+
+  kv4::ChunkStore store;
+  std::mutex mutex;                      // guards the next two
+  std::vector<kv4::TierReport> reports;  // of the last kv4_chunk_store_get_tier_reports, with their failures
+  std::vector<std::vector<kv4_failure_count>> failures;
+};
+
+struct kv4_chunk_results {
+  kv4::ChunkResults results;
+  std::vector<std::int32_t> statuses, flushed;
 };
 
 struct kv4_tiered_prefix {
@@ -244,6 +261,11 @@ void check_admission(kv4_admission* out);
 kv4_status give_admission(const Expected<Admission>& admitted, kv4_admission* out);
 
 kv4_time_histogram histogram(const TimeHistogram& times);
+/// The caller's tiers, without a backend.
+TiersOptions tiers_options_of(const kv4_tiers_options* given);
+kv4_flush_status worst(const std::vector<tier::FlushStatus>& all);
+/// `failures` outlives the report.
+kv4_tier_report report_of(const TierReport& from, const std::vector<kv4_failure_count>& failures);
 
 /// A tensor that the cache can read or write; an optional one may be NULL and is empty then.
 TensorView tensor(const kv4_cache& cache, const kv4_tensor* given, const char* what);

@@ -46,12 +46,13 @@ kv4::tier::Duration duration(std::int64_t ms, const char* what) {
   return std::chrono::milliseconds(ms);
 }
 
-kv4::TiersOptions options_of(const kv4_tiers_options* given, const kv4_backend& backend) {
+}  // namespace
+
+kv4::TiersOptions kv4::c_api::tiers_options_of(const kv4_tiers_options* given) {
   const kv4_tiers_options in = read_struct(given, options_defaults(), "options");
   kv4::TiersOptions out;
   out.host_bytes = in.host_bytes;
   out.host_threads = in.host_threads;
-  out.backend = backend.backend;
   out.directory = c_text(in.directory, "options.directory");
   out.disk_bytes = in.disk_bytes;
   out.segment_bytes = in.segment_bytes;
@@ -74,14 +75,14 @@ kv4::TiersOptions options_of(const kv4_tiers_options* given, const kv4_backend& 
   return out;
 }
 
-kv4_flush_status worst(const std::vector<kv4::tier::FlushStatus>& all) {
+kv4_flush_status kv4::c_api::worst(const std::vector<kv4::tier::FlushStatus>& all) {
   const kv4::tier::FlushStatus least = *std::min_element(all.begin(), all.end());  // there is a tier
   return least == kv4::tier::FlushStatus::failed ? KV4_FLUSH_STATUS_FAILED
          : least == kv4::tier::FlushStatus::kept ? KV4_FLUSH_STATUS_KEPT
                                                  : KV4_FLUSH_STATUS_DURABLE;
 }
 
-kv4_tier_report report_of(const kv4::TierReport& from, const std::vector<kv4_failure_count>& failures) {
+kv4_tier_report kv4::c_api::report_of(const kv4::TierReport& from, const std::vector<kv4_failure_count>& failures) {
   auto value = sized<kv4_tier_report>();
   value.name = from.name.c_str();
   value.protection = kv4::to_string(from.protection);
@@ -113,6 +114,8 @@ kv4_tier_report report_of(const kv4::TierReport& from, const std::vector<kv4_fai
   return value;
 }
 
+namespace {
+
 kv4_tiered_options tiered_defaults() {
   const kv4::TieredOptions known;
   auto value = sized<kv4_tiered_options>();
@@ -138,7 +141,8 @@ void kv4_tier_report_init(kv4_tier_report* report, size_t size) { init_struct(re
 kv4_status kv4_tiers_new(const kv4_cache* cache, const kv4_tiers_options* options, kv4_tiers** out) {
   return guarded([&] {
     const kv4_cache& of = require_set(cache, "cache");
-    const kv4::TiersOptions wanted = options_of(options, of.backend);
+    kv4::TiersOptions wanted = tiers_options_of(options);
+    wanted.backend = of.backend.backend;
     give_new(out, [&] { return new kv4_tiers{{}, kv4::Tiers(of.manager.schema(), wanted), {}, {}}; });
   });
 }

@@ -304,6 +304,7 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
     header.kind = options_.guard->kind();
     header.layout_id = options_.layout_id;
     header.id = request.id;
+    header.set_label(request.label);
     header.length = length_of(request);
     header.sequence = next_sequence_++;
     records.push_back({header, request.payload, options_.guard.get(), {}, {}});
@@ -422,6 +423,7 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
     found.segment->damaged = true;
     return;
   }
+  request.coding = record.header.coding();
   request.status = GetStatus::found;
 }
 

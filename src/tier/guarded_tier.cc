@@ -30,6 +30,7 @@ void GuardedTier::put(std::span<PutRequest> requests, Deadline deadline) {
     RecordHeader header;
     header.layout_id = layout_id_;
     header.id = request.id;
+    header.set_label(request.label);
     header.length = static_cast<std::int64_t>(bytes);
     header.sequence = next_sequence_++;
     if (!guard_->protect(header, request.payload, stored)) continue;
@@ -99,10 +100,18 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
   const RecordHeader& of = record ? header : plain;
   if (refusal == RecordRefusal::none)
     refusal = fits ? guard_->open(of, stored, request.to.first(length)) : guard_->check(of, stored, scratch);
+  // A key's tag covers all bytes; without a key the digest does.
+  const bool tagged = guard_->has_keys() && header.kind != RecordKind::value;
+  if (refusal == RecordRefusal::none && record && !tagged &&
+      digest128(fits ? request.to.first(length) : stored) != header.payload_digest) {
+    refusal = RecordRefusal::damaged_payload;
+    if (fits) std::fill_n(request.to.begin(), length, std::byte{0});
+  }
   switch (refusal) {
     case RecordRefusal::none:
       request.status = fits ? GetStatus::found : GetStatus::too_small;
       request.bytes = length;
+      request.coding = of.coding();
       return;
     case RecordRefusal::unauthenticated:
     case RecordRefusal::wrong_key:

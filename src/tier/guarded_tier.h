@@ -1,6 +1,6 @@
 // Protects the records of a caller's tier as kv4's own tiers do. The inner tier stores header and payload as one
-// payload. A record that it returns counts only if one of the cache's keys made it. The record is copied before it is
-// checked: where the inner tier gives views, others may write to that memory.
+// payload. A record that it returns counts only if one of the cache's keys made it; without keys, if its digests are
+// right. The record is copied before it is checked: where the inner tier gives views, others may write to that memory.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,6 @@ namespace kv4::tier {
 
 class GuardedTier final : public Tier {
  public:
-  /// `guard` has keys.
   GuardedTier(std::shared_ptr<Tier> inner, std::shared_ptr<const RecordGuard> guard, std::uint64_t layout_id);
 
   const char* name() const override { return inner_->name(); }

@@ -45,17 +45,19 @@ std::int64_t HostTier::pages_for(std::int64_t length) const {
 }
 
 void HostTier::put(std::span<PutRequest> requests, Deadline deadline) {
-  for (PutRequest& request : requests)
-    request.status = clock_->now() < deadline ? put_one(request.id, request.payload) : PutStatus::failed;
+  for (PutRequest& request : requests) request.status = clock_->now() < deadline ? put_one(request) : PutStatus::failed;
 }
 
-PutStatus HostTier::put_one(const RecordId& id, std::span<const std::byte> payload) {
+PutStatus HostTier::put_one(const PutRequest& request) {
+  const RecordId& id = request.id;
+  const std::span<const std::byte> payload = request.payload;
   const auto length = static_cast<std::int64_t>(payload.size());
   const std::int64_t pages = pages_for(length);
   if (length > kMaxPayloadBytes || pages > static_cast<std::int64_t>(next_page_.size())) return PutStatus::too_large;
   RecordHeader header;
   header.layout_id = options_.layout_id;
   header.id = id;
+  header.set_label(request.label);
   header.length = length;
   header.sequence = next_sequence_++;
   header.payload_digest = digest128(payload);
@@ -111,7 +113,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
   const std::shared_ptr<HostTier> own = request.view_allowed ? weak_from_this().lock() : nullptr;
   if (own && pages_for(record->length) == 1) {
     std::byte* const bytes = page(record->first_page);
-    if (is_sound(*record, {bytes, kRecordHeaderBytes}, {bytes + kRecordHeaderBytes, length})) {
+    if (is_sound(*record, {bytes, kRecordHeaderBytes}, {bytes + kRecordHeaderBytes, length}, request.coding)) {
       request.view = {bytes + kRecordHeaderBytes, [own, record](std::byte*) { own->end_reading(record, true); }};
       return GetStatus::found;
     }
@@ -122,7 +124,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
   read(record->first_page, 0, header);
   const auto payload = request.to.first(length);
   read(record->first_page, kRecordHeaderBytes, payload);
-  const bool sound = is_sound(*record, header, payload);  // of the copy, which the caller uses
+  const bool sound = is_sound(*record, header, payload, request.coding);  // of the copy, which the caller uses
   if (!sound) std::fill(payload.begin(), payload.end(), std::byte{0});
   end_reading(record, sound);
   return sound ? GetStatus::found : GetStatus::damaged;
@@ -142,9 +144,10 @@ void HostTier::end_reading(Records::iterator record, bool sound) {
   }
 }
 
-bool HostTier::is_sound(const Record& record, std::span<const std::byte> header,
-                        std::span<const std::byte> payload) const {
+bool HostTier::is_sound(const Record& record, std::span<const std::byte> header, std::span<const std::byte> payload,
+                        ChunkCoding& coding) const {
   const ParsedHeader parsed = parse_header(header);
+  coding = parsed.header.coding();
   return parsed.refusal == RecordRefusal::none && parsed.header.kind == RecordKind::value &&
          parsed.header.id == record.id && parsed.header.layout_id == options_.layout_id &&
          parsed.header.length == record.length && parsed.header.payload_digest == digest128(payload);

@@ -59,9 +59,11 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   };
   using Records = std::list<Record>;
 
-  PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
+  PutStatus put_one(const PutRequest& request);
   GetStatus get_one(GetRequest& request);
-  bool is_sound(const Record& record, std::span<const std::byte> header, std::span<const std::byte> payload) const;
+  /// `coding`: out, where it is sound.
+  bool is_sound(const Record& record, std::span<const std::byte> header, std::span<const std::byte> payload,
+                ChunkCoding& coding) const;
   void end_reading(Records::iterator record, bool sound);
   std::int64_t pages_for(std::int64_t length) const;
   std::byte* page(std::uint32_t index) const { return memory_.bytes().data() + index * options_.page_bytes; }

@@ -13,10 +13,10 @@ constexpr int kVersionAt = 8, kKindAt = 12, kLayoutAt = 16, kTenantAt = 24;  // 
 static_assert(sizeof(kMagic) == kVersionAt);
 
 namespace v2 {
-constexpr int kCodingAt = 14, kLengthAt = 32, kDecodedLengthAt = 40, kSequenceAt = 48, kKeyBytesAt = 56, kZeroAt = 58,
-              kKeyAt = 64, kKeyIdAt = 320, kSaltAt = 336, kTagAt = 360, kPlaceAt = 376, kPayloadDigestAt = 384,
-              kEndZeroAt = 400, kDigestAt = 504;
-static_assert(kKeyAt + kMaxRecordKeyBytes == kKeyIdAt && sizeof(Key) <= kMaxRecordKeyBytes);
+constexpr int kCodingAt = 14, kLengthAt = 32, kDecodedLengthAt = 40, kSequenceAt = 48, kKeyBytesAt = 56, kChunkAt = 58,
+              kZeroAt = 59, kKeyAt = 64, kKeyIdAt = 320, kSaltAt = 336, kTagAt = 360, kPlaceAt = 376,
+              kPayloadDigestAt = 384, kEndZeroAt = 400, kDigestAt = 504;
+static_assert(kKeyAt + kMaxChunkKeyBytes == kKeyIdAt && sizeof(Key) <= kMaxChunkKeyBytes);
 static_assert(kKeyIdAt + sizeof(KeyId) == kRecordIdentityBytes && kSaltAt == kRecordIdentityBytes);
 static_assert(kSaltAt + sizeof(SealSalt) == kTagAt && kTagAt + sizeof(SealTag) == kPlaceAt);
 static_assert(kPayloadDigestAt + 16 == kEndZeroAt && kDigestAt + 8 == kRecordHeaderBytes);
@@ -48,10 +48,19 @@ Digest128 load_digest(const std::byte* at) { return {load_le<std::uint64_t>(at),
 void encode_v2(const RecordHeader& header, std::byte* at) {
   store_le(at + kKindAt, static_cast<std::uint16_t>(header.kind));
   store_le(at + v2::kLengthAt, static_cast<std::uint64_t>(header.length));
-  store_le(at + v2::kDecodedLengthAt, static_cast<std::uint64_t>(header.length));
   store_le(at + v2::kSequenceAt, header.sequence);
-  store_le(at + v2::kKeyBytesAt, static_cast<std::uint16_t>(sizeof(Key)));
-  std::memcpy(at + v2::kKeyAt, header.id.key.data(), sizeof(Key));
+  if (header.label) {
+    const ChunkLabel& label = *header.label;
+    store_le(at + v2::kCodingAt, label.coding.coding);
+    store_le(at + v2::kDecodedLengthAt, static_cast<std::uint64_t>(label.coding.decoded_bytes));
+    store_le(at + v2::kKeyBytesAt, label.key_bytes);
+    at[v2::kChunkAt] = std::byte{1};
+    std::memcpy(at + v2::kKeyAt, label.key.data(), label.key_bytes);
+  } else {
+    store_le(at + v2::kDecodedLengthAt, static_cast<std::uint64_t>(header.length));
+    store_le(at + v2::kKeyBytesAt, static_cast<std::uint16_t>(sizeof(Key)));
+    std::memcpy(at + v2::kKeyAt, header.id.key.data(), sizeof(Key));
+  }
   std::memcpy(at + v2::kKeyIdAt, header.key_id.data(), sizeof(KeyId));
   std::memcpy(at + v2::kSaltAt, header.salt.data(), sizeof(SealSalt));
   std::memcpy(at + v2::kTagAt, header.tag.data(), sizeof(SealTag));
@@ -70,6 +79,30 @@ void encode_v1(const RecordHeader& header, std::byte* at) {
   store_le(at + v1::kDigestAt, digest64({at, v1::kDigestAt}));
 }
 
+/// The key of a header of version 2, and whether its coding and lengths go together; `length`: as stored.
+RecordRefusal parse_key(std::span<const std::byte> bytes, std::int64_t length, RecordHeader& header) {
+  const std::byte* at = bytes.data();
+  const auto coding = load_le<std::uint16_t>(at + v2::kCodingAt),
+             key_bytes = load_le<std::uint16_t>(at + v2::kKeyBytesAt);
+  const auto decoded = load_le<std::uint64_t>(at + v2::kDecodedLengthAt);
+  const auto stored = static_cast<std::uint64_t>(length);
+  const bool chunk = at[v2::kChunkAt] == std::byte{1};
+  if (chunk ? key_bytes < 1 || key_bytes > kMaxChunkKeyBytes || coding > kTrimmed
+            : key_bytes != sizeof(Key) || coding != kNotCoded)
+    return RecordRefusal::unknown_kind;
+  if (coding == kNotCoded ? decoded != stored : stored >= decoded) return RecordRefusal::bad_length;
+  if (chunk && decoded > static_cast<std::uint64_t>(kMaxChunkBytes)) return RecordRefusal::bad_length;
+  if (!is_zero(bytes.subspan(v2::kKeyAt + key_bytes, kMaxChunkKeyBytes - key_bytes)))
+    return RecordRefusal::reserved_not_zero;
+  if (chunk) {
+    header.label = make_label(bytes.subspan(v2::kKeyAt, key_bytes), {coding, static_cast<std::int64_t>(decoded)});
+    header.id.key = chunk_id(header.label->key_span());
+  } else {
+    copy_from(at + v2::kKeyAt, header.id.key);
+  }
+  return RecordRefusal::none;
+}
+
 /// Parses the rest of a header of version 2, after magic and version.
 RecordRefusal parse_v2(std::span<const std::byte> bytes, RecordHeader& header) {
   if (bytes.size() < kRecordHeaderBytes) return RecordRefusal::too_short;
@@ -77,21 +110,18 @@ RecordRefusal parse_v2(std::span<const std::byte> bytes, RecordHeader& header) {
   if (load_le<std::uint64_t>(at + v2::kDigestAt) != digest64(bytes.first(v2::kDigestAt)))
     return RecordRefusal::damaged_header;
   const auto kind = load_le<std::uint16_t>(at + kKindAt);
-  if (kind > static_cast<std::uint16_t>(RecordKind::authenticated) || load_le<std::uint16_t>(at + v2::kCodingAt) != 0 ||
-      load_le<std::uint16_t>(at + v2::kKeyBytesAt) != sizeof(Key))
-    return RecordRefusal::unknown_kind;
+  if (kind > static_cast<std::uint16_t>(RecordKind::authenticated)) return RecordRefusal::unknown_kind;
   header.kind = static_cast<RecordKind>(kind);
   const auto length = load_le<std::uint64_t>(at + v2::kLengthAt);
-  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes) ||
-      load_le<std::uint64_t>(at + v2::kDecodedLengthAt) != length)
-    return RecordRefusal::bad_length;
+  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes)) return RecordRefusal::bad_length;
   header.length = static_cast<std::int64_t>(length);
+  if (const RecordRefusal refusal = parse_key(bytes, header.length, header); refusal != RecordRefusal::none)
+    return refusal;
   const bool guarded = header.kind == RecordKind::sealed || header.kind == RecordKind::authenticated;
   const auto zero_between = [&](std::size_t from, std::size_t to) { return is_zero(bytes.subspan(from, to - from)); };
-  if (!zero_between(v2::kZeroAt, v2::kKeyAt) || !zero_between(v2::kKeyAt + sizeof(Key), v2::kKeyIdAt) ||
+  if ((at[v2::kChunkAt] & ~std::byte{1}) != std::byte{0} || !zero_between(v2::kZeroAt, v2::kKeyAt) ||
       (!guarded && !zero_between(v2::kKeyIdAt, v2::kPlaceAt)) || !zero_between(v2::kEndZeroAt, v2::kDigestAt))
     return RecordRefusal::reserved_not_zero;
-  copy_from(at + v2::kKeyAt, header.id.key);
   header.sequence = load_le<std::uint64_t>(at + v2::kSequenceAt);
   copy_from(at + v2::kKeyIdAt, header.key_id);
   copy_from(at + v2::kSaltAt, header.salt);

@@ -5,14 +5,16 @@
 //        8     4  version, 2
 //       12     2  kind: 0 a value, 1 a tombstone (its place is used up, its payload is gone), 2 sealed, 3 authenticated
 //                 (record_guard.h)
-//       14     2  coding of the payload: 0 none; 1 trimmed, 2 zstd, 3 LZ4 are for later versions, refused by this one
+//       14     2  coding of the payload: 0 none, 1 trimmed (chunk_coding.h; chunks only); 2 zstd, 3 LZ4 are for later
+//                 versions, refused by this one
 //       16     8  layout id of the cache whose bytes these are
 //       24     8  tenant
 //       32     8  length of the payload as stored
 //       40     8  length of the payload once decoded
 //       48     8  sequence: grows with every put of a store
-//       56     2  bytes of the key, up to 256; this version has keys of 32
-//       58     6  zero
+//       56     2  bytes of the key: 32 of a block's, 1 to 256 of a chunk's
+//       58     1  1: the record is a chunk's, and its id is a hash of the key (chunk_key.h); 0: the key is the id
+//       59     5  zero
 //       64   256  key, then zeros
 //      320    16  id of the cache key; zero where no key protects it
 //      336    24  salt, random; likewise
@@ -31,10 +33,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "base/digest.h"
 #include "kv4/tier.h"
+#include "tier/chunk_key.h"
 
 namespace kv4::tier {
 
@@ -45,7 +49,8 @@ inline constexpr std::uint16_t kRecordVersion = 2;
 /// The bytes of the header that a seal covers. They exclude the place, so that a record can move without being opened.
 inline constexpr std::int64_t kRecordIdentityBytes = 336, kRecordIdentityBytesV1 = 80;
 inline constexpr std::int64_t kSealBytesV1 = 40;  // salt and tag behind a payload that version 1 sealed
-inline constexpr std::size_t kMaxRecordKeyBytes = 256;
+/// Of a chunk, decoded. A coded payload is shorter.
+inline constexpr std::int64_t kMaxChunkBytes = std::int64_t{64} << 20;
 
 enum class RecordKind : std::uint16_t { value = 0, dead = 1, sealed = 2, authenticated = 3 };
 
@@ -65,7 +70,13 @@ struct RecordHeader {
   SealTag tag{};
   std::uint64_t place = 0;
   Digest128 payload_digest = {};
+  std::optional<ChunkLabel> label = {};  // of a chunk, version 2 only; id.key is chunk_id() of its key
 
+  ChunkCoding coding() const { return label ? label->coding : ChunkCoding{}; }
+  /// Of a record that is put with this label, or null.
+  void set_label(const ChunkLabel* given) {
+    if (given != nullptr) label = *given;
+  }
   std::int64_t header_bytes() const { return version == 1 ? kRecordHeaderBytesV1 : kRecordHeaderBytes; }
 };
 

@@ -65,6 +65,7 @@ std::optional<RemoteTier::Encoded> RemoteTier::encode(const PutRequest& request)
   RecordHeader header;
   header.layout_id = options_.layout_id;
   header.id = request.id;
+  header.set_label(request.label);
   header.length = static_cast<std::int64_t>(request.payload.size());
   header.sequence = next_sequence_++;
   Encoded encoded{redis_name(options_.layout_id, request.id), {}, nullptr, request.payload};
@@ -187,7 +188,10 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   }
   if (refusal != RecordRefusal::none) request.bytes = 0;
   switch (refusal) {
-    case RecordRefusal::none: request.status = fits ? GetStatus::found : GetStatus::too_small; break;
+    case RecordRefusal::none:
+      request.status = fits ? GetStatus::found : GetStatus::too_small;
+      request.coding = header.coding();
+      break;
     case RecordRefusal::unauthenticated:
     case RecordRefusal::wrong_key:
       request.status = GetStatus::missing;

@@ -7,12 +7,24 @@
 #include <utility>
 
 #include "base/check.h"
+#include "tier/chunk_coding.h"
 #include "tier/index_checkpoint.h"
 
 namespace kv4::tier {
 namespace {
 
 using Ids = std::set<std::pair<std::uint64_t, Key>>;
+
+/// Whether a sound record's payload is that of a value, as far as that can be known without its key.
+bool expands(const ReadRecord& record, const RecordGuard& guard, std::vector<std::byte>& scratch) {
+  const ChunkCoding coding = record.header.coding();
+  const bool sealed = record.header.kind == RecordKind::sealed;
+  if (coding.coding != kTrimmed || (sealed && !guard.has_keys())) return true;
+  scratch.assign(coding.decoded_bytes, std::byte{0});
+  const std::span<std::byte> payload = std::span(scratch).first(record.payload.size());
+  return guard.open(record.header, record.payload, payload) == RecordRefusal::none &&
+         expand(scratch, std::ssize(record.payload));
+}
 
 SegmentSurvey survey_segment(SegmentFile& file, bool read_payloads, const RecordGuard& guard, Ids& ids) {
   SegmentSurvey survey;
@@ -31,14 +43,20 @@ SegmentSurvey survey_segment(SegmentFile& file, bool read_payloads, const Record
     survey.payload_bytes += found.header.length;
     survey.sealed_records += found.header.kind == RecordKind::sealed;
     survey.authenticated_records += found.header.kind == RecordKind::authenticated;
+    if (const std::optional<ChunkLabel>& label = found.header.label) {
+      ++survey.chunks;
+      survey.trimmed_chunks += label->coding.coding == kTrimmed;
+      survey.trimmed_bytes += label->coding.decoded_bytes - found.header.length;
+    }
     ids.emplace(found.header.id.tenant, found.header.id.key);
     if (!read_payloads) continue;
     const ReadRecord record = file.read(found.offset, found.header.length, buffer);
     RecordRefusal refusal = record.status.ok() ? record.refusal : RecordRefusal::too_short;
     if (refusal == RecordRefusal::none && guard.has_keys())
       refusal = guard.check(record.header, record.payload, scratch);
+    if (refusal == RecordRefusal::none && !expands(record, guard, scratch)) refusal = RecordRefusal::damaged_payload;
     if (refusal != RecordRefusal::none)
-      survey.damaged.push_back({found.header.id, found.offset, found.header.length, refusal});
+      survey.damaged.push_back({found.header.id, found.offset, found.header.length, found.header.label, refusal});
   }
   return survey;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ namespace kv4::tier {
 struct DamagedRecord {
   RecordId id;
   std::int64_t offset = 0, bytes = 0;  // `bytes`: of the payload
+  std::optional<ChunkLabel> label;     // of a chunk
   RecordRefusal reason = RecordRefusal::none;
 };
 
@@ -23,8 +25,9 @@ struct SegmentSurvey {
   SegmentRefusal refusal = SegmentRefusal::none;  // else only `name` and `problem` are set
   std::string problem;                            // the refusal of the whole segment, in words
   SegmentHeader header;
-  std::int64_t records = 0, payload_bytes = 0;                 // values, older ones of a key too
-  std::int64_t sealed_records = 0, authenticated_records = 0;  // of these; no key protects the others
+  std::int64_t records = 0, payload_bytes = 0;                     // values, older ones of a key too
+  std::int64_t sealed_records = 0, authenticated_records = 0;      // of these; no key protects the others
+  std::int64_t chunks = 0, trimmed_chunks = 0, trimmed_bytes = 0;  // of the values; what trimming saves
   std::int64_t dead_records = 0;
   std::int64_t used_bytes = 0;  // up to the end of the last record
   std::vector<Gap> gaps;
@@ -49,7 +52,8 @@ struct StoreSurvey {
 inline constexpr std::int64_t kMaxNamedFiles = 1000;
 
 /// `read_payloads`: false reads headers only. Where `guard` has keys, records that none of them made count as damaged,
-/// too. Throws Error where there is no store, or another process has it.
+/// too, and trimmed chunks that do not expand, unless they are sealed and their key is not given. Throws Error where
+/// there is no store, or another process has it.
 StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads,
                          const RecordGuard& guard = {});
 

@@ -31,9 +31,7 @@ TierChain::TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_
 // --- writes
 
 int TierChain::put(const RecordId& id, std::span<const std::byte> payload, Content content) {
-  // One copy in the memory of any tier's queue; all tiers share it.
-  SharedBytes copy = tiers_.front()->buffer(payload.size());
-  for (std::size_t i = 1; !copy && i < tiers_.size(); ++i) copy = tiers_[i]->buffer(payload.size());
+  const SharedBytes copy = buffer(payload.size());  // all tiers share it
   if (copy && !payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
   if (copy) return put(id, copy, content);
   note_write(id);
@@ -45,11 +43,18 @@ int TierChain::put(const RecordId& id, const SharedBytes& payload, Content conte
   return std::popcount(offer(id, payload, content, all()));
 }
 
-std::uint32_t TierChain::offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers) {
+SharedBytes TierChain::buffer(std::size_t size) const {
+  SharedBytes bytes;
+  for (std::size_t i = 0; !bytes && i < tiers_.size(); ++i) bytes = tiers_[i]->buffer(size);
+  return bytes;
+}
+
+std::uint32_t TierChain::offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers,
+                               const WriteDetails& details) {
   note_write(id);
   std::uint32_t taken = 0;
   for (std::size_t i = 0; i < tiers_.size(); ++i)
-    if ((tiers >> i & 1) != 0 && tiers_[i]->put(id, payload, content)) taken |= std::uint32_t{1} << i;
+    if ((tiers >> i & 1) != 0 && tiers_[i]->put(id, payload, content, details)) taken |= std::uint32_t{1} << i;
   return taken;
 }
 
@@ -60,11 +65,35 @@ std::uint32_t TierChain::with_room(std::int64_t bytes) const {
   return tiers;
 }
 
-int TierChain::remove(const RecordId& id) {
+int TierChain::remove(const RecordId& id) { return std::popcount(withdraw(id, 0)); }
+
+std::uint32_t TierChain::withdraw(const RecordId& id, std::uint64_t tag) {
   note_write(id);
-  int taken = 0;
-  for (const auto& tier : tiers_) taken += tier->remove(id);
+  std::uint32_t taken = 0;
+  for (std::size_t i = 0; i < tiers_.size(); ++i)
+    if (tiers_[i]->remove(id, tag)) taken |= std::uint32_t{1} << i;
   return taken;
+}
+
+void TierChain::look_up(std::span<ExistsRequest> requests) const {
+  if (tiers_.size() == 1) return (void)tiers_.front()->look_up(requests);
+  std::vector<ExistsRequest> asked(requests.begin(), requests.end());
+  for (ExistsRequest& request : requests) {
+    request.bytes = -1;
+    request.answered = true;  // so far no tier has it
+  }
+  for (const auto& tier : tiers_) {
+    (void)tier->look_up(asked);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      if (requests[i].bytes >= 0) continue;
+      const bool there = asked[i].answered && asked[i].bytes >= 0;
+      if (there)
+        requests[i] = {requests[i].id, asked[i].bytes, true};
+      else
+        requests[i].answered = requests[i].answered && asked[i].answered;
+      asked[i] = {asked[i].id};
+    }
+  }
 }
 
 void TierChain::note_write(const RecordId& id) {
@@ -92,7 +121,10 @@ TierChain::Ticket TierChain::exists(std::span<const RecordId> ids, Deadline dead
 TierChain::Ticket TierChain::start(std::shared_ptr<Lookup> lookup) {
   lookup->results.resize(lookup->requests.size());
   lookup->asked.reserve(lookup->requests.size());
-  std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
+  if (lookups_.size() >= sweep_at_) {
+    std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
+    sweep_at_ = std::max<std::size_t>(64, 2 * lookups_.size());
+  }
   lookups_.push_back(lookup);
   Ticket ticket(*this, std::move(lookup));  // from here on its destructor ends the lookup
   Lookup& begun = *ticket.lookup_;
@@ -145,11 +177,26 @@ void TierChain::take_answers(Lookup& lookup) {
   }
 }
 
-void TierChain::promote(const Lookup& lookup, std::size_t request) {
+/// Where memory is refused, the tiers above do not get the record.
+void TierChain::promote(const Lookup& lookup, std::size_t request) try {
   const RecordId& id = lookup.requests[request].id;
-  if (reading_.at(id).written) return;
+  if (reading_.at(id).written || lookup.tier == 0) return;
+  SharedBytes payload = lookup.results[request].payload;
+  const ReadRequest& asked = lookup.requests[request];
+  WriteDetails details;
+  if (asked.label) {
+    const ChunkCoding& coding = lookup.results[request].coding;
+    details.label = std::make_shared<ChunkLabel>(make_label(asked.label->key_span(), coding));
+  }
+  if (asked.copy_promoted) {
+    const SharedBytes copy = buffer(payload.size);
+    if (!copy) return;
+    if (payload.size > 0) std::memcpy(copy.data.get(), payload.data.get(), payload.size);
+    payload = copy;
+  }
   for (std::size_t tier = 0; tier < lookup.tier; ++tier)
-    promoted_[tier] += tiers_[tier]->put(id, lookup.results[request].payload, lookup.content);
+    promoted_[tier] += tiers_[tier]->put(id, payload, lookup.content, details);
+} catch (const std::bad_alloc&) {
 }
 
 void TierChain::end(Lookup& lookup) {
@@ -187,12 +234,17 @@ TierChain::Ticket::~Ticket() { cancel(); }
 
 // --- all tiers
 
-std::vector<FlushStatus> TierChain::flush(Deadline deadline) {
+std::vector<TierQueue::FlushTicket> TierChain::start_flush(Deadline deadline) {
   std::vector<TierQueue::FlushTicket> tickets;
-  std::vector<FlushStatus> statuses;
   tickets.reserve(size());
-  statuses.reserve(size());
   for (const auto& tier : tiers_) tickets.push_back(tier->flush(deadline));
+  return tickets;
+}
+
+std::vector<FlushStatus> TierChain::flush(Deadline deadline) {
+  std::vector<FlushStatus> statuses;
+  statuses.reserve(size());
+  const std::vector<TierQueue::FlushTicket> tickets = start_flush(deadline);
   for (const TierQueue::FlushTicket& ticket : tickets) {
     (void)ticket.wait(deadline);
     statuses.push_back(ticket.status());

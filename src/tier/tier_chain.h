@@ -62,7 +62,13 @@ class TierChain {
   int put(const RecordId& id, std::span<const std::byte> payload, Content content);
   int put(const RecordId& id, const SharedBytes& payload, Content content);
   /// Puts into some of the tiers, a bit each; returns those that took it.
-  std::uint32_t offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers);
+  std::uint32_t offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers,
+                      const WriteDetails& details = {});
+  /// Removes from all tiers; returns those that took it.
+  std::uint32_t withdraw(const RecordId& id, std::uint64_t tag);
+  /// Any thread: the answers of tiers that know them from memory. `answered`: of a record that is there, in one tier;
+  /// of one that is not, in all.
+  void look_up(std::span<ExistsRequest> requests) const;
   std::uint32_t all() const { return (std::uint32_t{1} << size()) - 1; }
   /// The tiers that would take a put of so many bytes now.
   std::uint32_t with_room(std::int64_t bytes) const;
@@ -72,12 +78,18 @@ class TierChain {
   Ticket get(std::vector<ReadRequest> requests, Content content, Deadline deadline);
   /// Stops at the first tier that has a record; promotes nothing.
   Ticket exists(std::span<const RecordId> ids, Deadline deadline);
+  /// Begins flush(); one ticket per tier.
+  std::vector<TierQueue::FlushTicket> start_flush(Deadline deadline);
+  /// Memory of the first tier's queue that has some left; empty: none has.
+  SharedBytes buffer(std::size_t size) const;
   /// Flushes all earlier writes; one answer per tier.
   std::vector<FlushStatus> flush(Deadline deadline);
   /// Closes all tiers at once, as TierQueue::close().
   std::vector<FlushStatus> close(Deadline deadline);
   /// Advances lookups, and returns the results of puts and removes since the last call, by tier.
   std::vector<std::vector<WriteResult>> poll();
+  /// The results alone.
+  std::vector<std::vector<WriteResult>> drain();
   std::vector<ChainStats> stats();
 
  private:
@@ -94,13 +106,13 @@ class TierChain {
   void promote(const Lookup& lookup, std::size_t request);
   void end(Lookup& lookup);
   void note_write(const RecordId& id);
-  std::vector<std::vector<WriteResult>> drain();
 
   OneThread driver_;
   std::vector<std::unique_ptr<TierQueue>> tiers_;
   std::vector<std::int64_t> promoted_;  // by tier
   std::shared_ptr<Clock> clock_;
-  std::vector<std::weak_ptr<Lookup>> lookups_;  // under way
+  std::vector<std::weak_ptr<Lookup>> lookups_;  // under way, and some that have ended
+  std::size_t sweep_at_ = 64;                   // ended ones go when there are so many
   std::unordered_map<RecordId, Reading, RecordIdHash> reading_;
 };
 

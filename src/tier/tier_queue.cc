@@ -60,12 +60,14 @@ struct TierQueue::Core {
     Content content = Content::changing;
     SharedBytes payload;
     std::shared_ptr<FlushJob> flush;  // set: a flush; the other fields are unused
+    WriteDetails details = {};
   };
   /// The newest accepted write of an id that is not done.
   struct Pending {
     std::uint64_t number = 0;
     bool remove = false;
     SharedBytes payload;
+    std::shared_ptr<const ChunkLabel> label;
     bool outdated = false;  // a later one was refused
   };
   struct WaitingRead {
@@ -186,6 +188,10 @@ struct TierQueue::Core {
   bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call,
                  TimeHistogram* times = nullptr);
   void report_breaker(CircuitBreaker::State state, bool slow);
+  void tell_answered() {
+    answered.notify_all();
+    if (options.on_answer) options.on_answer();
+  }
 };
 
 // --- callers
@@ -215,6 +221,7 @@ bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exist
   if (gone) return true;
   result.bytes = static_cast<std::int64_t>(write.payload.size);
   if (only_exists) return true;
+  if (write.label) result.coding = write.label->coding;
   const std::int64_t room = request.to ? static_cast<std::int64_t>(request.to.size) : request.max_bytes;
   if (room < result.bytes) {
     result.status = GetStatus::too_small;
@@ -239,7 +246,7 @@ bool TierQueue::Core::accept(Write write) noexcept {
     reserve_results(open_writes + 1);
     writes.push_back(write);
     Undo take_back([&] { writes.pop_back(); });
-    pending.insert_or_assign(write.id, Pending{write.number, write.remove, write.payload, false});
+    pending.insert_or_assign(write.id, Pending{write.number, write.remove, write.payload, write.details.label, false});
     take_back.keep();
   } catch (const std::bad_alloc&) {
     refuse(write);
@@ -342,7 +349,7 @@ void TierQueue::Core::read(Lane& lane) {
       continue;
     }
     do_reads(lock, lane);
-    answered.notify_all();
+    tell_answered();
   }
   leave(lock, lane);
 }
@@ -361,7 +368,7 @@ void TierQueue::Core::write(Lane& lane) {
       writes_there.wait(lock);
       continue;
     }
-    answered.notify_all();
+    tell_answered();
   }
   leave(lock, lane);
 }
@@ -502,6 +509,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
       results_of[i].status = requests[i].status;
       results_of[i].bytes = requests[i].bytes;
       if (requests[i].status != GetStatus::found) continue;
+      results_of[i].coding = requests[i].coding;
       results_of[i].payload = {requests[i].view ? std::move(requests[i].view) : to.data,
                                static_cast<std::size_t>(requests[i].bytes)};
     }
@@ -554,7 +562,8 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) 
   } else {
     std::vector<PutRequest>& requests = lane.puts;
     requests.clear();
-    for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
+    for (const Write& write : batch)
+      requests.push_back({write.id, write.payload.span(), PutStatus::failed, write.details.label.get()});
     call_tier(
         lock, lane, deadline,
         [&] {
@@ -572,7 +581,7 @@ void TierQueue::Core::finish(const Write& write, PutStatus status) {
   const bool done = status == PutStatus::stored;
   --open_writes;
   open_write_bytes -= static_cast<std::int64_t>(write.payload.size);
-  results.push_back({write.id, write.remove, status});
+  results.push_back({write.id, write.remove, status, write.details.tag});
   if (!write.remove) ++(done ? counts.stored : counts.failed_puts);
   if (done) counts.stored_bytes += static_cast<std::int64_t>(write.payload.size);
   if (!done) ++failed_writes;
@@ -668,19 +677,37 @@ SharedBytes TierQueue::buffer(std::size_t size) {
 void TierQueue::refuse(const RecordId& id, Content content) {
   if (core_->forked()) return;
   const std::lock_guard lock(core_->mutex);
-  core_->refuse({id, 0, false, content, {}, {}});
+  core_->refuse({id, 0, false, content, {}, {}, {}});
 }
 
-bool TierQueue::put(const RecordId& id, SharedBytes payload, Content content) {
+bool TierQueue::put(const RecordId& id, SharedBytes payload, Content content, const WriteDetails& details) {
   if (core_->forked()) return false;
   const std::lock_guard lock(core_->mutex);
-  return core_->accept({id, 0, false, content, std::move(payload), {}});
+  return core_->accept({id, 0, false, content, std::move(payload), {}, details});
 }
 
-bool TierQueue::remove(const RecordId& id) {
+bool TierQueue::remove(const RecordId& id, std::uint64_t tag) {
   if (core_->forked()) return false;
   const std::lock_guard lock(core_->mutex);
-  return core_->accept({id, 0, true, Content::changing, {}, {}});
+  return core_->accept({id, 0, true, Content::changing, {}, {}, {{}, tag}});
+}
+
+bool TierQueue::look_up(std::span<ExistsRequest> requests) {
+  if (core_->forked()) return false;
+  const std::lock_guard lock(core_->mutex);
+  if (!core_->tier || !core_->accepts(core_->clock->now()) || !core_->tier->look_up(requests)) {
+    for (ExistsRequest& request : requests) request = {request.id};
+  }
+  bool all = true;
+  for (ExistsRequest& request : requests) {
+    ReadResult written;
+    if (core_->answer_at_once({.id = request.id, .to = {}}, true, written)) {
+      request.answered = true;
+      request.bytes = written.status == GetStatus::found ? written.bytes : -1;
+    }
+    all = all && request.answered;
+  }
+  return all;
 }
 
 TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline deadline) {
@@ -717,7 +744,7 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
   if (core_->forked()) return {core_, std::move(job)};
   const std::lock_guard lock(core_->mutex);
   if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
-    core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
+    core_->writes.push_back({{}, 0, false, Content::changing, {}, job, {}});
     ++core_->open_flushes;
     core_->writes_there.notify_one();
   } else {

@@ -18,12 +18,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "kv4/tier.h"
 #include "kv4/time_histogram.h"
+#include "tier/chunk_key.h"
 #include "tier/circuit_breaker.h"
 #include "tier/shared_bytes.h"
 
@@ -40,6 +42,8 @@ struct TierQueueOptions {
   Duration write_limit = std::chrono::seconds(5);   // the tier's deadline for a batch of writes
   Duration close_limit = std::chrono::seconds(10);  // of the destructor: for queued work and a flush
   BreakerOptions breaker;
+  /// Called after reads, writes and flushes have been answered: in a worker, under the queue's lock. It calls no queue.
+  std::function<void()> on_answer = {};
 };
 
 /// Whether puts of an id can differ.
@@ -50,19 +54,28 @@ enum class Content : std::uint8_t {
 
 struct ReadRequest {
   RecordId id;
-  std::int64_t max_bytes = 0;  // of the payload
-  SharedBytes to;              // empty: the queue provides a buffer
-  bool view_allowed = false;   // the payload may be the tier's own memory
+  std::int64_t max_bytes = 0;                    // of the payload
+  SharedBytes to;                                // empty: the queue provides a buffer
+  bool view_allowed = false;                     // the payload may be the tier's own memory
+  std::shared_ptr<const ChunkLabel> label = {};  // of a chunk: its key, for the tiers above that take the record, too
+  bool copy_promoted = false;                    // the tiers above get a copy: `to` is the caller's again
 };
 struct ReadResult {
   GetStatus status = GetStatus::failed;
   std::int64_t bytes = 0;  // of the payload, where found or too_small
   SharedBytes payload;     // where a get found the record; read only
+  ChunkCoding coding;      // likewise
+};
+/// What a put may have beside its payload.
+struct WriteDetails {
+  std::shared_ptr<const ChunkLabel> label = {};  // of a chunk
+  std::uint64_t tag = 0;                         // comes back with the result
 };
 struct WriteResult {
   RecordId id;
   bool remove = false;
   PutStatus status = PutStatus::failed;  // for a remove: stored or failed
+  std::uint64_t tag = 0;
 };
 
 struct QueueStats {
@@ -127,8 +140,11 @@ class TierQueue {
   const char* name() const;
   /// Copies the payload. False: refused.
   bool put(const RecordId& id, std::span<const std::byte> payload, Content content);
-  bool put(const RecordId& id, SharedBytes payload, Content content);
-  bool remove(const RecordId& id);
+  bool put(const RecordId& id, SharedBytes payload, Content content, const WriteDetails& details = {});
+  bool remove(const RecordId& id, std::uint64_t tag = 0);
+  /// What is known of each record without asking the tier: false where only exists() can tell about one of them. At
+  /// once and from memory.
+  bool look_up(std::span<ExistsRequest> requests);
   /// Whether a put of so many bytes would be accepted now.
   bool has_room(std::int64_t bytes);
   /// Memory of the queue for a payload to be put; empty where that is used up.

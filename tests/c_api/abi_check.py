@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Compares what programs are linked against, exported functions and the layout of structs, with tests/c_api/abi.txt, and
-the names and structs of kv4.h with its own rules.
+the names and structs of kv4.h and kv4_chunks.h with their own rules.
 
     tests/c_api/abi_check.py BUILD_DIR/lib/libkv4.so [--update]
 
@@ -15,17 +15,21 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ROOT / "include" / "kv4.h"
+HEADERS = [ROOT / "include" / "kv4.h", ROOT / "include" / "kv4_chunks.h"]
 RECORDED = Path(__file__).with_name("abi.txt")
 # The library's own calls; every other one is kv4_TYPE_VERB.
 OWN_CALLS = {"kv4_version", "kv4_abi_version", "kv4_last_error", "kv4_set_log_sink", "kv4_read_key_file"}
 # Structs that never change and have no `size` field.
-FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
+FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_memory": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
          "kv4_time_histogram": 200, "kv4_failure_count": 16, "kv4_log_field": 16}
 
 
+def whole():
+    return "\n".join(header.read_text() for header in HEADERS)
+
+
 def code():
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    return re.sub(r"/\*.*?\*/", "", whole(), flags=re.S)
 
 
 def version():
@@ -62,7 +66,7 @@ def exported(library):
 
 def layouts():
     """`struct.field offset size` of every struct of the header, by the compiler."""
-    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    text = code()
     lines = []
     for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\n\}", text, flags=re.S):
         lines.append(f'printf("struct {name} %zu\\n", sizeof({name}));')
@@ -74,11 +78,11 @@ def layouts():
                              f"sizeof((({name}*)0)->{field[1] or field[2]}));")
     for name, body in re.findall(r"typedef enum (\w+) \{(.*?)\}", text, flags=re.S):
         lines += [f'printf("{name}.{value} %d\\n", {value});' for value in re.findall(r"(\w+)\s*=", body)]
-    program = '#include <stdio.h>\n#include "kv4.h"\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0; }\n"
+    program = '#include <stdio.h>\n#include "kv4_chunks.h"\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0; }\n"
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "layout.c", Path(folder) / "layout"
         source.write_text(program)
-        subprocess.run(["cc", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{HEADER.parent}", source, "-o", binary],
+        subprocess.run(["cc", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{HEADERS[0].parent}", source, "-o", binary],
                        check=True)
         return subprocess.run([binary], check=True, capture_output=True, text=True).stdout.splitlines()
 
@@ -87,13 +91,13 @@ def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     functions = exported(sys.argv[1])
-    declared = sorted(set(re.findall(r"\b(kv4_\w+)\(", re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S))))
+    declared = sorted(set(re.findall(r"\b(kv4_\w+)\(", code())))
     if functions != declared:
         print("declared but not exported:", sorted(set(declared) - set(functions)))
         print("exported but not declared:", sorted(set(functions) - set(declared)))
         return 1
-    told = {name for comment in re.findall(r"/\*.*?\*/", HEADER.read_text(), flags=re.S) for name in re.findall(r"\bkv4_[a-z0-9_]+\b", comment)}
-    if unknown := {name for name in told if name not in re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)}:
+    told = {name for comment in re.findall(r"/\*.*?\*/", whole(), flags=re.S) for name in re.findall(r"\bkv4_[a-z0-9_]+\b", comment)}
+    if unknown := {name for name in told if name not in code()}:
         print("comments name what there is not:", sorted(unknown))
         return 1
     if problems := broken_rules():
@@ -104,9 +108,9 @@ def main():
         if f"struct {name} {size}" not in layout:
             print(f"{name} has other bytes than {size}, and must never change")
             return 1
-    abi = re.search(r"#define KV4_ABI_VERSION (\d+)", HEADER.read_text())[1]
+    abi = re.search(r"#define KV4_ABI_VERSION (\d+)", whole())[1]
     major, minor, patch = version()
-    if f'/* "{major}.{minor}.{patch}" */' not in HEADER.read_text():
+    if f'/* "{major}.{minor}.{patch}" */' not in whole():
         print(f"kv4.h shows another version than {major}.{minor}.{patch}")
         return 1
     now = [f"version {major}.{minor}, KV4_ABI_VERSION {abi}"] + [f"function {name}" for name in functions] + layout

@@ -41,7 +41,7 @@ for header in "$prefix"/include/kv4/*.h; do
 done
 
 # kv4.h is C.
-echo '#include "kv4.h"' >"$temp/alone.c"
+echo '#include "kv4_chunks.h"' >"$temp/alone.c"  # and with it kv4.h
 cc -std=c99 -Wall -Wextra -Wpedantic -Werror -fsyntax-only -I"$prefix/include" "$temp/alone.c" || fail "kv4.h does not compile as C99"
 
 echo "find_package(kv4 CONFIG)"

@@ -4,8 +4,10 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "tier/little_endian.h"
 #include "tier/store_records.h"
@@ -127,11 +129,79 @@ TEST(TierRecord, SaysWhatIsWrong) {
     tier::store_le(bytes.data() + 504, digest64(std::span<const std::byte>(bytes).first(504)));
     return tier::verify_record(bytes).refusal;
   };
-  EXPECT_EQ(refusal_of_bytes(14, 1), RecordRefusal::unknown_kind);   // a coding of a later version
+  EXPECT_EQ(refusal_of_bytes(14, 1), RecordRefusal::unknown_kind);   // only chunks are coded
   EXPECT_EQ(refusal_of_bytes(56, 36), RecordRefusal::unknown_kind);  // a key of another length
   EXPECT_EQ(refusal_of_bytes(40, 7), RecordRefusal::bad_length);     // decoded longer than stored, without a coding
-  for (const std::size_t at : {58, 100, 318, 320, 340, 370, 400, 502})
+  for (const std::size_t at : {59, 100, 318, 320, 340, 370, 400, 502})
     EXPECT_EQ(refusal_of_bytes(at, 1), RecordRefusal::reserved_not_zero) << at;
+}
+
+tier::RecordHeader chunk_header(std::string_view key, std::span<const std::byte> payload) {
+  tier::RecordHeader header = header_of(payload);
+  header.label = tier::make_label(std::as_bytes(std::span(key)), {tier::kNotCoded, std::ssize(payload)});
+  header.id.key = tier::chunk_id(header.label->key_span());
+  return header;
+}
+
+TEST(TierRecord, ChunksComeBack) {
+  const std::vector<std::byte> payload = random_bytes(5, 300);
+  for (const std::size_t size : {1, 31, 32, 33, 36, 255, 256}) {
+    const std::string key(size, 'k');
+    tier::RecordHeader header = chunk_header(key, payload);
+    for (const std::int64_t decoded : {std::int64_t{300}, std::int64_t{301}, tier::kMaxChunkBytes}) {
+      header.label->coding = {decoded == 300 ? tier::kNotCoded : tier::kTrimmed, decoded};
+      const tier::ParsedHeader parsed = tier::verify_record(record_of(header, payload));
+      ASSERT_EQ(parsed.refusal, RecordRefusal::none) << size << " " << decoded;
+      EXPECT_EQ(parsed.header.id, header.id);
+      ASSERT_TRUE(parsed.header.label);
+      EXPECT_TRUE(std::ranges::equal(parsed.header.label->key_span(), std::as_bytes(std::span(key))));
+      EXPECT_EQ(parsed.header.coding(), header.coding());
+    }
+  }
+}
+
+// The id is a hash of the key: no key names another record, not even one of 32 bytes that is an id.
+TEST(TierRecord, AChunkIsNotTheRecordOfThatId) {
+  const tier::Key id = tier::chunk_id(std::as_bytes(std::span("a key", 5)));
+  EXPECT_NE(tier::chunk_id(id), id);
+  EXPECT_NE(tier::chunk_id(std::as_bytes(std::span("a key", 5))), tier::chunk_id(std::as_bytes(std::span("a kez", 5))));
+  EXPECT_NE(tier::chunk_id(std::as_bytes(std::span("a\0", 2))), tier::chunk_id(std::as_bytes(std::span("a", 1))));
+}
+
+TEST(TierRecord, EverySingleBitOfAChunkCounts) {
+  const std::vector<std::byte> payload = random_bytes(5, 30);
+  const std::vector<std::byte> sound = record_of(chunk_header("a chunk of another engine", payload), payload);
+  for (std::size_t bit = 0; bit < sound.size() * 8; ++bit) {
+    std::vector<std::byte> bytes = sound;
+    bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+    EXPECT_NE(tier::verify_record(bytes).refusal, RecordRefusal::none) << "bit " << bit;
+  }
+}
+
+TEST(TierRecord, SaysWhatIsWrongWithAChunk) {
+  const std::vector<std::byte> payload = random_bytes(5, 30);
+  const std::vector<std::byte> sound = record_of(chunk_header("key", payload), payload);
+  const auto refusal_of_bytes = [&](std::size_t at, auto value) {
+    std::vector<std::byte> bytes = sound;
+    tier::store_le(bytes.data() + at, value);
+    tier::store_le(bytes.data() + 504, digest64(std::span<const std::byte>(bytes).first(504)));
+    return tier::verify_record(bytes).refusal;
+  };
+  EXPECT_EQ(refusal_of_bytes(14, std::uint16_t{2}), RecordRefusal::unknown_kind);    // zstd
+  EXPECT_EQ(refusal_of_bytes(14, std::uint16_t{1}), RecordRefusal::bad_length);      // trimmed, and as long as before
+  EXPECT_EQ(refusal_of_bytes(56, std::uint16_t{0}), RecordRefusal::unknown_kind);    // no key
+  EXPECT_EQ(refusal_of_bytes(56, std::uint16_t{257}), RecordRefusal::unknown_kind);  // a longer one than there is room
+  EXPECT_EQ(refusal_of_bytes(56, std::uint16_t{2}), RecordRefusal::reserved_not_zero);
+  EXPECT_EQ(refusal_of_bytes(40, std::uint64_t{31}), RecordRefusal::bad_length);
+  EXPECT_EQ(refusal_of_bytes(40, ~std::uint64_t{0}), RecordRefusal::bad_length);
+  EXPECT_EQ(refusal_of_bytes(58, std::uint8_t{0}), RecordRefusal::unknown_kind);  // a block's key has 32 bytes
+  for (const int value : {2, 3, 255})
+    EXPECT_NE(refusal_of_bytes(58, static_cast<std::uint8_t>(value)), RecordRefusal::none);
+  std::vector<std::byte> bytes = record_of(chunk_header("key", payload), payload);
+  tier::store_le(bytes.data() + 14, std::uint16_t{1});
+  tier::store_le(bytes.data() + 40, static_cast<std::uint64_t>(tier::kMaxChunkBytes + 1));
+  tier::store_le(bytes.data() + 504, digest64(std::span<const std::byte>(bytes).first(504)));
+  EXPECT_EQ(tier::verify_record(bytes).refusal, RecordRefusal::bad_length);
 }
 
 // A record of 0.1 keeps its meaning.

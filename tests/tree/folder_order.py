@@ -10,6 +10,7 @@ ORDER = ["base", "codec", "schema", "ops", "backend", "pool", "prefix", "tier", 
 # Around the library, each folder includes include/, src/, itself and the folders named here, no other of the tree.
 AROUND = {"checks": set(), "bench": {"checks", "tests"}, "cli": {"checks", "bench"}}
 MAX_LINES = 900
+C_HEADERS = ("kv4.h", "kv4_chunks.h")
 SOURCE = {".h", ".cc", ".cu", ".cuh", ".py", ".sh", ".cmake"}
 CXX = {".h", ".cc", ".cu", ".cuh"}
 VAGUE_NAME = re.compile(r"(^|[_.-])(utils?|common|misc|helpers?)($|[_.-])")
@@ -69,7 +70,7 @@ def check_public(path):
         cuda = path.name == "cuda.h" and name == "cuda_runtime_api.h"
         if angled and name not in STANDARD_HEADERS and not cuda:
             report(path, number, f"includes <{name}>, which is not of the standard library")
-        if not angled and not name.startswith("kv4/") and name != "kv4.h":
+        if not angled and not name.startswith("kv4/") and name not in C_HEADERS:
             report(path, number, f'includes "{name}", which is not a public header')
 
 
@@ -83,7 +84,7 @@ def check_library(path):
             if name == "iostream":
                 report(path, number, "includes <iostream>: the library does not print")
             continue
-        if name.startswith("kv4/") or name == "kv4.h":
+        if name.startswith("kv4/") or name in C_HEADERS:
             continue
         target = next((p for p in (path.parent / name, ROOT / "src" / name) if p.exists()), None)
         other = folder_of(target.resolve()) if target else None
@@ -102,7 +103,7 @@ def check_around(path):
     """checks/, bench/ and cli/: may use the library's internals, and each other only one way."""
     folder = path.relative_to(ROOT).parts[0]
     for number, angled, name in includes(path):
-        if angled or name.startswith("kv4/") or name == "kv4.h":
+        if angled or name.startswith("kv4/") or name in C_HEADERS:
             continue
         places = (path.parent / name, ROOT / "src" / name, ROOT / name, ROOT / "tests" / name)
         target = next((p.resolve() for p in places if p.exists()), None)
