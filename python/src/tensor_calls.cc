@@ -358,7 +358,7 @@ void gather(nb::handle cache, nb::handle slots, const std::string& format, nb::h
 /// own. All are aligned to kLine.
 struct IndexSpace {
   static constexpr std::int64_t kLine = 256;
-  static constexpr std::int64_t kMaxBytes = 64 << 20;        // of the operation's own, if it has more than one token
+  static constexpr std::int64_t kMaxBytes = 128 << 20;       // of the operation's own, if it has more than one token
   static constexpr std::int64_t kMaxScoreBytes = 256 << 20;  // of scores to be placed, likewise
   std::int64_t token_bytes, tiles, score_tokens;
   std::int64_t table_at, ones_at, scores_at, space_at, bytes;
