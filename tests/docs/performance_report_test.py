@@ -88,12 +88,13 @@ def test_tables_of_chunks():
     with tempfile.TemporaryDirectory() as folder:
         runs, rows = report.read_figures([sample(folder)])
         tables = {name: report.table_text(name, runs, rows).splitlines()[2:]
-                  for name in ("attend_prefill", "index_prefill", "prefill_step", "append_prefill")}
+                  for name in ("attend_prefill", "index_prefill", "index_prefill_parts", "prefill_step", "append_prefill")}
         equal(tables, {
             "attend_prefill": ["| Flash CSA 640 rows, prefill of 4096, pool of 32K | 891 | 435 | 2.05 | 386 TFLOP/s |",
                                "| Flash SWA 128 | 55.0 | 21.7 | 2.53 | 310 TFLOP/s |"],
-            "index_prefill": ["| both, fp8, 4096 tokens x 8192 keys | 1,167 | 387 | 3.02 | 442 TFLOP/s |",
-                              "| fast scores, fp8, 4096 tokens x 8192 keys | 900 | 387 | 2.33 |  |"],
+            "index_prefill": ["| 4096 tokens x 8192 keys | 1,167 / 387 |"],
+            "index_prefill_parts": ["| both, fp8, 4096 tokens x 8192 keys | 1,167 | 387 | 3.02 | 442 TFLOP/s |",
+                                    "| fast scores, fp8, 4096 tokens x 8192 keys | 900 | 387 | 2.33 |  |"],
             "prefill_step": ["| of 4096 at 32K | 51,000 | 25,000 | 2.04 |", "| fp8, of 4096 at 32K, index_topk | 24,000 | 8,000 | 3.00 |"],
             "append_prefill": ["| CSA of 32768 | 394 | 104 | 94.0 | 1.11 |"]})
 
