@@ -119,8 +119,9 @@ struct TokenPart {
 template <class F>
 cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
   const TokenPart part(p);
-  const std::int64_t room = p.workspace_bytes / part.bytes;
+  std::int64_t room = p.workspace_bytes / part.bytes;
   if (p.step.num_tokens > 0 && room < 1) return cudaErrorInvalidValue;
+  if (room > kMaxGroupTokens) room -= room % kMaxGroupTokens;  // whole groups: the last would else be nearly empty
   for (std::int64_t first = 0; first < p.step.num_tokens; first += room) {
     TokenTile tile;
     tile.p = p;

@@ -589,7 +589,7 @@ cudaError_t launch_groups(const TokenTile& tile, const DeviceFacts& device, cuda
   constexpr std::int64_t kFewTiles = 48;  // of a CTA
   const std::int32_t tokens = std::min(tile.p.step.num_tokens / tile.p.step.num_items, tile.count);
   if (tokens <= 6) return launch_groups<Format, 4>(tile, device, stream);
-  constexpr int kMost = Format::kMma == MmaType::fp16 ? 8 : 16;  // shared memory has no room for more
+  constexpr int kMost = Format::kMma == MmaType::fp16 ? 8 : kMaxGroupTokens;  // shared memory has no room for more
   if (tokens <= 12 || total_kv_tiles(tile) < kFewTiles * 16 * device.num_sms)
     return launch_groups<Format, 8>(tile, device, stream);
   return launch_groups<Format, kMost>(tile, device, stream);

@@ -15,6 +15,7 @@ namespace kv4::cuda {
 
 constexpr int kProductTokens = 2;                // of one product: 64 keys x 2 tokens of 64 heads
 constexpr int kStepTokens = 2 * kProductTokens;  // of two products, one of which is added up while the other runs
+constexpr int kMaxGroupTokens = 16;
 constexpr int kMaxGroupCtas = 159;
 constexpr std::int64_t kMaxGroupTiles = 0xFFFFFFFFu / (kMaxGroupCtas + 1);  // work tiles of a token tile
 // Room for a PreparedToken: with exact or raw scores, and for a rescoring selection.
