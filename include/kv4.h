@@ -4,7 +4,7 @@
  *                       -> kv4_cache_commit | kv4_cache_abort]* -> kv4_cache_release
  *
  * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h, kv4/layer_cache_handle.h, kv4/tiers.h and
- * kv4/tiered_prefix.h mean; comments here name only the differences. kv4_chunks.h has stores of chunks.
+ * kv4/tiered_prefix.h mean; comments here name only the differences. Stores of chunks have a header of their own.
  *
  * Names: kv4_TYPE_VERB, where TYPE is the call's first argument, or its result where it makes one:
  * kv4_cache_admit(cache, ...) is KVCacheManager::admit. Five calls are the library's own: kv4_version, kv4_abi_version,

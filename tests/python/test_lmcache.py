@@ -3,6 +3,7 @@ import ctypes
 import glob
 import random
 import select
+import time
 
 import pytest
 
@@ -88,3 +89,46 @@ def test_another_space_shares_nothing(tmp_path):
     client.close()
     with pytest.raises(kv4.FileError, match="layout"):
         Client(directory=str(tmp_path), segment_bytes=1 << 20, disk_bytes=16 << 20, space="two")
+
+
+class Object:
+    """As the adapter sees an object of LMCache."""
+
+    def __init__(self, data):
+        self.byte_array = fill(view(len(data)), data)
+
+
+def test_in_lmcaches_own_adapter(tmp_path):
+    plugin = pytest.importorskip("lmcache.v1.distributed.l2_adapters.native_plugin_l2_adapter")
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
+
+    config = plugin.NativePluginL2AdapterConfig.from_dict(
+        {"module_path": "kv4.lmcache", "class_name": "Client",
+         "adapter_params": {"directory": str(tmp_path / "store"), "segment_bytes": 1 << 20, "disk_bytes": 64 << 20}})
+    keys = [ObjectKey(chunk_hash=bytes([i]) * 32, model_name="a/model", kv_rank=1) for i in range(9)]
+    values = [random.Random(i).randbytes(100_000) for i in range(8)]
+
+    def answer(poll):
+        deadline = time.monotonic() + 30
+        while not (result := poll()):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return result
+
+    def bits(task, query, count):
+        bitmap = answer(lambda: query(task))
+        return [bitmap.test(i) for i in range(count)]
+
+    adapter = create_l2_adapter_from_registry(config)
+    adapter.submit_store_task(keys[:8], [Object(value) for value in values])
+    answer(adapter.pop_completed_store_tasks)
+    adapter.close()
+    adapter = create_l2_adapter_from_registry(config)
+    assert bits(adapter.submit_lookup_and_lock_task(keys, {}), adapter.query_lookup_and_lock_result, 9) == [True] * 8 + [False]
+    objects = [Object(bytes(100_000)) for _ in range(7)] + [Object(bytes(100_001))]
+    assert bits(adapter.submit_load_task(keys[:8], objects), adapter.query_load_result, 8) == [True] * 7 + [False]
+    assert [bytes(o.byte_array) for o in objects[:7]] == values[:7]
+    adapter.delete(keys[:2])
+    assert bits(adapter.submit_lookup_and_lock_task(keys, {}), adapter.query_lookup_and_lock_result, 9) == [False] * 2 + [True] * 6 + [False]
+    adapter.close()

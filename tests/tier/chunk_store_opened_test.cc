@@ -27,6 +27,7 @@ namespace kv4::test {
 namespace {
 
 using namespace std::chrono_literals;
+using Bytes = std::vector<std::byte>;
 
 struct Folder {
   std::filesystem::path path;

@@ -25,6 +25,7 @@ namespace kv4::test {
 namespace {
 
 using namespace std::chrono_literals;
+using Bytes = std::vector<std::byte>;
 
 constexpr std::uint64_t kLayout = 26;
 

@@ -14,7 +14,6 @@
 
 namespace kv4::test {
 
-using Bytes = std::vector<std::byte>;
 inline tier::Deadline soon() { return std::chrono::steady_clock::now() + std::chrono::seconds(30); }
 
 inline ChunkKey key(std::string_view text) { return std::as_bytes(std::span(text)); }
@@ -30,9 +29,10 @@ inline std::string key_of(std::int64_t number) {
 }
 
 /// Values of all sizes, some with runs of zeros.
-inline Bytes value_of(std::uint64_t seed, std::int64_t most = 40'000) {
+inline std::vector<std::byte> value_of(std::uint64_t seed, std::int64_t most = 40'000) {
   Random random(seed);
-  Bytes value = random_bytes(random.next(), random.below(4) == 0 ? random.below(64) : random.below(most));
+  std::vector<std::byte> value =
+      random_bytes(random.next(), random.below(4) == 0 ? random.below(64) : random.below(most));
   if (random.below(3) == 0 && value.size() > 3000) std::fill(value.begin() + 1000, value.end() - 500, std::byte{0});
   return value;
 }
