@@ -331,7 +331,7 @@ struct SlotList {
 
   /// A slot that is a row.
   KV4_HD bool has(std::int32_t slot) const { return slot >= 0 && slot < limit; }
-  /// Whether only the generic kernel reads such a list on a GPU.
+  /// Whether a GPU reads such a list with the generic kernel, or with that for bf16 rows.
   KV4_HD bool foreign() const { return limit != INT32_MAX || count >= 0 || tokens_per_request != 1; }
   /// Slots of a token, if all count.
   KV4_HD std::int32_t max_length() const { return count >= 0 ? count : static_cast<std::int32_t>(stride); }
