@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/cuda/attend/kernels.h"
+#include "backend/cuda/attend/staged.cuh"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "gpu_bench.h"
@@ -29,7 +30,8 @@ constexpr double kBytesPerUs = 4.3e6;        // only for the number of launches
 constexpr int kSplitTokens = 1024;           // of the prefill that is timed with every split
 constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kOutputBytes = std::int64_t{1} << 30;
 constexpr int kFewestLaunches = 2, kMostLaunches = 24, kMostTokens = 8192;
-constexpr int kScratchRows = 4096;  // window rows of a chunk's own tokens
+constexpr int kScratchRows = 4096;     // window rows of a chunk's own tokens
+constexpr int kMostEntries = 1 << 18;  // of a chunk's request
 constexpr double kGraphUs = 1000;
 
 struct Shape {
@@ -104,7 +106,7 @@ class Pools {
         pages_(bench.backend, kPoolBytes),
         scratch_(bench.backend, kScratchRows * (kRowBytes + kScaleBytes)),
         outputs_(bench.backend, kOutputBytes),
-        workspace_(bench.backend, ops::attend_workspace_bytes()) {
+        workspace_(bench.backend, ops::staged_attend_workspace_bytes(kScratchRows, 1, kWindow, kMostEntries)) {
     fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
     fill(scratch_, scratch_.bytes(), kScratchRows);
     check(cudaMemsetAsync(workspace_.data(), 0, workspace_.bytes(), bench.timer.stream()), "cudaMemsetAsync");
@@ -392,6 +394,7 @@ std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
   if (shape.heads > 64) splits.push_back({.kernel = AttendKernel::split_kv, .cta_pair = true});
   if (shape.entries == 0) splits.push_back({AttendKernel::persistent_window});
   if (!shape.chosen) splits.push_back({AttendKernel::token_pair});
+  splits.push_back({AttendKernel::staged});
   return splits;
 }
 
@@ -409,6 +412,35 @@ void add_attend_prefill_split_rows(Bench& bench) {
           [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
       bench.add(row);
     }
+  }
+}
+
+void add_attend_staged_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Prefill& c : prefill_cells(bench.quick)) {
+    const std::string cell_name = fmt::format("attend {} rows, prefill of {}, {}", c.shape.name, c.tokens, c.where);
+    bench.cell(cell_name, [&] {
+      pools.arrange(c.shape);
+      Cell cell(bench, pools, c.shape, 1, c.tokens);
+      const auto add = [&](const std::string& way, auto attend) {
+        Row row;
+        row.name = fmt::format("{}: {}", cell_name, way);
+        row.us = cell.time(attend);
+        row.floor_us = cell.flop() / kFlopPerUs;
+        row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
+        bench.add(row);
+      };
+      add("direct", [](ops::AttendParams p, cudaStream_t stream) {
+        p.workspace_bytes = ops::attend_workspace_bytes();  // too small for staged rows
+        return cuda::attend(p, stream);
+      });
+      add("staged", [](const ops::AttendParams& p, cudaStream_t stream) {
+        return cuda::attend_split(p, {.kernel = AttendKernel::staged}, stream);
+      });
+      add("staging alone", [](const ops::AttendParams& p, cudaStream_t stream) {
+        return cuda::launch_stage_rows(p, cuda::staged_rows(p), stream);
+      });
+    });
   }
 }
 

@@ -138,7 +138,8 @@ constexpr Group kGroups[] = {
     {"decode_step", add_decode_step_rows, "all 43 layers of a decode step"},
     {"prefill_step", add_prefill_step_rows, "all 43 layers of a chunk of 4,096 tokens, and its parts"},
     {"attend_splits", add_attend_split_rows, "every way to split attention of few tokens", true},
-    {"attend_prefill_splits", add_attend_prefill_split_rows, "every way to split attention of a prefill", true}};
+    {"attend_prefill_splits", add_attend_prefill_split_rows, "every way to split attention of a prefill", true},
+    {"attend_staged", add_attend_staged_rows, "attention of a prefill over staged rows, and the direct way", true}};
 
 struct Flags {
   int device = 0;

@@ -115,6 +115,7 @@ void add_attend_split_rows(Bench& bench);
 /// The same for a prefill.
 void add_attend_prefill_split_rows(Bench& bench);
 void add_attend_prefill_rows(Bench& bench);
+void add_attend_staged_rows(Bench& bench);
 void add_index_rows(Bench& bench);
 void add_index_prefill_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);

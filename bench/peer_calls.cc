@@ -159,7 +159,9 @@ int kv4_peer_select_topk(const kv4_peer_index* call) {
 const char* kv4_peer_refusal() { return refusal.c_str(); }
 std::int64_t kv4_peer_attend_struct_bytes() { return static_cast<std::int64_t>(sizeof(kv4_peer_attend)); }
 std::int64_t kv4_peer_index_struct_bytes() { return static_cast<std::int64_t>(sizeof(kv4_peer_index)); }
-std::int64_t kv4_peer_attend_workspace_bytes() { return kv4::ops::attend_workspace_bytes(); }
+std::int64_t kv4_peer_attend_workspace_bytes(std::int64_t tokens, std::int64_t requests, std::int64_t entries) {
+  return kv4::ops::staged_attend_workspace_bytes(tokens, requests, kWindow, entries);
+}
 std::int64_t kv4_peer_index_workspace_bytes(std::int64_t max_keys, std::int64_t tokens) {
   const std::int64_t token = kv4::ops::index_token_bytes(max_keys, kv4::ops::kMaxIndexHeads, kKeyWidth);
   return token * std::min(tokens, kv4::ops::default_index_tile_tokens(token));

@@ -53,7 +53,8 @@ KV4_PEER_API const char* kv4_peer_refusal(void);
 /* Sizes of the two structs: a script of another version sees the difference. */
 KV4_PEER_API int64_t kv4_peer_attend_struct_bytes(void);
 KV4_PEER_API int64_t kv4_peer_index_struct_bytes(void);
-KV4_PEER_API int64_t kv4_peer_attend_workspace_bytes(void);
+/* The workspace with room to stage rows: `entries` of each request at most. */
+KV4_PEER_API int64_t kv4_peer_attend_workspace_bytes(int64_t tokens, int64_t requests, int64_t entries);
 /* The workspace that a cache plans for this number of keys and tokens. */
 KV4_PEER_API int64_t kv4_peer_index_workspace_bytes(int64_t max_keys, int64_t tokens);
 KV4_PEER_API const char* kv4_peer_version(void);

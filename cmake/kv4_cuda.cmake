@@ -45,6 +45,8 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/attend/single_pass_window.cu
   src/backend/cuda/attend/small_batch.cu
   src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/stage_rows.cu
+  src/backend/cuda/attend/staged.cu
   src/backend/cuda/attend/token_pair.cu
   src/backend/cuda/index/dispatch.cu
   src/backend/cuda/index/fp8.cu
@@ -83,6 +85,8 @@ add_library(kv4_racecheck_objects OBJECT EXCLUDE_FROM_ALL
   src/backend/cuda/attend/persistent_window.cu
   src/backend/cuda/attend/small_batch.cu
   src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/stage_rows.cu
+  src/backend/cuda/attend/staged.cu
   src/backend/cuda/attend/token_pair.cu
   src/backend/cuda/move/copy.cu
 )

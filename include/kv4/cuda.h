@@ -54,8 +54,13 @@ KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t str
 /// fast scores.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
-/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than without.
+/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than without;
+/// with ops::staged_attend_workspace_bytes long steps that meet their rows often also decode each row once (Hopper).
 /// It must be zero before its first use; calls leave its counters zero. Only calls on one stream may share it.
+///
+/// Over bf16 rows of your own, layer.num_kinds is 1, layer.kinds[0].page has format bf16 and dense rows of 512
+/// channels, entry_slots has a list of row numbers for each token with its lengths and its limit, and step.tokens may
+/// be null. On Hopper with bf16 queries one tuned launch does it, and max_logits costs nothing.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
 /// Encodes rows into a pool by slot. Two rows of one slot leave a mix of both there.

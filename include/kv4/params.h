@@ -131,6 +131,7 @@ struct StepDesc {
   std::int32_t num_items = 0;
   std::int32_t block_tokens = 0;
   std::int32_t blocks_per_request = 0;
+  std::int32_t max_length = 0;                // no request is longer after the step; 0: not known, as in a capture
   const StepRecord* tokens = nullptr;         // [num_tokens]
   const StepRecord* items = nullptr;          // [num_items]
   const std::int32_t* block_table = nullptr;  // [rows, blocks_per_request], -1 padded
@@ -330,7 +331,7 @@ struct SlotList {
 
   /// A slot that is a row.
   KV4_HD bool has(std::int32_t slot) const { return slot >= 0 && slot < limit; }
-  /// Whether only the generic kernel reads such a list on a GPU.
+  /// Whether a GPU reads such a list with the generic kernel, or with that for bf16 rows.
   KV4_HD bool foreign() const { return limit != INT32_MAX || count >= 0 || tokens_per_request != 1; }
   /// Slots of a token, if all count.
   KV4_HD std::int32_t max_length() const { return count >= 0 ? count : static_cast<std::int32_t>(stride); }
@@ -374,8 +375,8 @@ struct AttendParams {
   LseMode lse_mode = LseMode::all;
   float* max_logits = nullptr;  // [tokens, heads]: the largest logit of a row, -infinity without rows; or null
   RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels lose the rotation of the query's position
-  // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
-  // it are queued one after the other.
+  // Partial outputs of a token's CTAs, and staged rows: attend_workspace_bytes, staged_attend_workspace_bytes, or null.
+  // Zero before the first call; calls that share it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
   // Room for foreign lists as the tuned kernels for Hopper read them: attend_list_bytes, or null. Without it the
@@ -401,6 +402,10 @@ struct DraftParams {
 
 /// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
 KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);
+/// The same with room for staged rows: with it, long steps on a Hopper GPU decode rows once that many tokens meet.
+/// `entries`: no item has more, as the block table or StepDesc::max_length say.
+KV4_API std::int64_t staged_attend_workspace_bytes(std::int64_t tokens, std::int64_t items, std::int64_t window_tokens,
+                                                   std::int64_t entries);
 
 /// Rows of a pool kept elsewhere, by physical slot: row s % rows_per_block of block s / rows_per_block.
 struct SlotRowsParams {

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/internal_key.h"
 #include "cache/manager_impl.h"
+#include "schema/attend_workspace.h"
 
 namespace kv4 {
 
@@ -380,6 +381,9 @@ struct HandleScope {
     if (inputs.inverse_rope) params.inverse_rope = m.layers.rope(index);
     params.workspace = reinterpret_cast<std::uint8_t*>(m.memory.attend_workspace.data());
     params.workspace_bytes = m.memory.attend_workspace.bytes();
+    // A captured step is launched again with other lengths.
+    if (tokens() >= ops::kFewestStagedTokens && !backend().capturing())
+      params.step.max_length = static_cast<std::int32_t>(longest(1));
     return params;
   }
 

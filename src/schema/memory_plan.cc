@@ -159,14 +159,31 @@ CandidateLayout candidate_layout(const CacheSchema& schema) {
 
 std::int64_t ops::attend_workspace_bytes(std::int64_t ctas) { return kAttendCounterBytes + ctas * kAttendPartialBytes; }
 
+std::int64_t ops::staged_attend_workspace_bytes(std::int64_t tokens, std::int64_t items, std::int64_t window_tokens,
+                                                std::int64_t entries) {
+  return attend_workspace_bytes() + staged_bytes(tokens, items, window_tokens, entries);
+}
+
+// Staged rows have room for one request in a step of the most tokens: for its longest context, or for as many rows as
+// such a step meets often.
 std::int64_t attend_workspace_bytes(const CacheSchema& schema) {
   constexpr std::int64_t kLongList = 1536;  // up to this length a cluster of CTAs is as fast
-  for (const LayerCacheSchema& layer : schema.layers)
-    if (layer.pages.size() == 1 && layer.pages[0].row.format == Format::fp8_tile64 &&
-        layer.pages[0].row.width == ops::kAttendPartialWidth &&
-        std::int64_t{schema.blocks_per_request} * layer.pages[0].rows_per_block > kLongList)
-      return ops::attend_workspace_bytes();
-  return 0;
+  const std::int64_t tokens = schema.options.max_step_tokens;
+  std::int64_t bytes = 0;
+  for (const LayerCacheSchema& layer : schema.layers) {
+    if (layer.pages.empty() || layer.pages[0].row.format != Format::fp8_tile64 ||
+        layer.pages[0].row.width != ops::kAttendPartialWidth)
+      continue;
+    const std::int64_t entries = std::int64_t{schema.blocks_per_request} * layer.pages[0].rows_per_block;
+    if (layer.pages.size() == 1 && entries > kLongList) bytes = std::max(bytes, ops::attend_workspace_bytes());
+    if (tokens < ops::kFewestStagedTokens) continue;
+    const std::int64_t window = schema.config.window;
+    const std::int64_t chosen = layer.pages.size() > 1 ? schema.config.index_topk : entries;
+    const std::int64_t often =
+        checked_mul(tokens, window + std::min(entries, chosen), "attend workspace") / ops::kFewestMeetings;
+    bytes = std::max(bytes, ops::staged_attend_workspace_bytes(tokens, 1, window, std::min(entries, often)));
+  }
+  return bytes;
 }
 
 BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context) {
@@ -246,7 +263,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
       fmt::format("scores and queries of {} tokens", index_tile_tokens(schema)));
   add("candidates", 1, candidate_layout(schema).bytes,
       fmt::format("blocks of entries of {} tokens", o.max_step_tokens));
-  add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
+  add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits, rows of a chunk in bf16");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
   add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of prefix blocks, events");

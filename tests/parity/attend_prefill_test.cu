@@ -111,6 +111,50 @@ TEST_F(AttendKernelPrefill, SinglePassWindows) {
   }
 }
 
+TEST_F(AttendKernelPrefill, Staged) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int ratio : {4, 128, 0}) {
+    SCOPED_TRACE(testing::Message() << "ratio " << ratio);
+    Case c = ratio > 0 ? entries_case(ratio, 0) : window_case();
+    c.split = unsplit_by(cuda::AttendKernel::staged);
+    run_chunks(c, {0, 8, 100, 190});
+    c.heads = 70;
+    c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one entry more
+    run(c);
+    c.heads = 1;
+    c.requests = {
+        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many work tiles, of more tokens than a CTA knows at a time
+    if (ratio != 4) run(c);
+  }
+}
+
+TEST_F(AttendKernelPrefill, StagedChosenEntries) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int chosen : {1, 64, 200}) {
+    SCOPED_TRACE(testing::Message() << chosen << " chosen entries");
+    Case c = entries_case(4, chosen);
+    c.split = unsplit_by(cuda::AttendKernel::staged);
+    run_chunks(c, {0, 100});
+    c.heads = 128;
+    c.requests = {{1000, 5, false}, {0, 3}, {2040, 7, false}, {5000, 3, false}};
+    c.q_size = 8.0f;
+    run(c);
+  }
+}
+
+TEST_F(AttendKernelPrefill, StagedTokensSeeOnlyTheirOwnRows) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.heads = 3;
+  c.split = unsplit_by(cuda::AttendKernel::staged);
+  c.requests = {{300, 7, false}, {0, 5}, {251, 3, false}};
+  spoil_row(c, 0, 0);    // no later token sees it
+  spoil_row(c, 3, 127);  // no earlier token sees it: it is the token's own row
+  spoil_row(c, 3, -1);   // nor the entry that ends with it
+  spoil_row(c, 7, 0);    // of another request
+  spoil_row(c, 14, -1);
+}
+
 // The queries are such that no row has all of P.
 TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
@@ -132,6 +176,13 @@ TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
       c.split = split;
       run(c);
     }
+    Case c = entries_case(4, 0);
+    c.requests = {{300, 9, false}, {0, 4}};
+    c.least_exponent = sizes.least;
+    c.most_exponent = sizes.most;
+    c.q_size = std::ldexp(1.0f, sizes.q);
+    c.split = unsplit_by(cuda::AttendKernel::staged);
+    run(c);
   }
 }
 

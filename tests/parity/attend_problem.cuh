@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "backend/cuda/attend/kernels.h"
+#include "backend/cuda/attend/staged.cuh"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "kv4/backend.h"
@@ -204,6 +205,7 @@ class Problem {
     std::transform(q_.begin(), q_.end(), half.begin(), codec::bf16_bits);
     const Twin<std::uint16_t> q16(half);
     const Twin<ops::StepRecord> records(records_), late_records(other_records());
+    const Twin<ops::StepRecord> items(items_);
     const Twin<std::int32_t> table(table_), begins(begins_), chosen(chosen_), window_slots(window_slots_),
         entry_slots(entry_slots_), entry_lens(entry_lens_);
     constexpr std::int64_t kPositions = 1 << 14;
@@ -243,11 +245,17 @@ class Problem {
       p.inverse_rope.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
       p.inverse_rope.rope_dim = c_.shape.tail;
     }
-    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_ctas);
+    const bool is_staged = c_.split && c_.split->kernel == cuda::AttendKernel::staged;
+    std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_ctas);
+    if (is_staged) {
+      p.step.items = items.there();
+      p.step.num_items = static_cast<std::int32_t>(items_.size());
+      workspace_bytes = ops::attend_workspace_bytes() + cuda::staged_rows(p).bytes;
+    }
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
     std::fill_n(workspace.host.begin(), ops::kAttendCounterBytes, std::uint8_t{0});
     workspace.send();
-    if (c_.workspace_ctas > 0) {
+    if (c_.workspace_ctas > 0 || is_staged) {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
     }
@@ -354,6 +362,7 @@ class Problem {
       ops::StepRecord record;
       if (r.count == 0) {
         records_.push_back(record);
+        items_.push_back(record);
         for (int b = 0; b < blocks_per_request_; ++b) table_.push_back(-1);
         for (int k = 0; k < c_.chosen; ++k) chosen_.push_back(k);
         ++token;
@@ -365,6 +374,8 @@ class Problem {
       record.first_token = token;
       record.read_slot = static_cast<std::int32_t>(i);
       record.write_slot = r.in_place ? record.read_slot : slots_ - 1;
+      record.position = r.length;
+      items_.push_back(record);
       const int end = r.length + r.count;
       const int entries = c_.ratio > 0 ? end / c_.ratio : 0;
       std::vector<std::int32_t> blocks;
@@ -483,7 +494,7 @@ class Problem {
   int slots_, ring_rows_, blocks_per_request_;
   Pool ring_, scratch_, page_;
   std::vector<float> q_, sink_;
-  std::vector<ops::StepRecord> records_;
+  std::vector<ops::StepRecord> records_, items_;
   std::vector<std::int32_t> table_, begins_, chosen_, window_slots_, entry_slots_, entry_lens_;
   std::vector<std::vector<RowPlace>> places_;  // [token] visible rows
 };

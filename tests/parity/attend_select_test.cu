@@ -11,6 +11,8 @@
 
 #include "backend/cuda/attend/foreign.cuh"
 #include "backend/cuda/attend/kernels.h"
+#include "backend/cuda/attend/staged.cuh"
+#include "kv4/schema.h"
 
 namespace {
 
@@ -164,6 +166,38 @@ TEST(AttendSelect, ForeignListsAndFlashMlaLseAreGeneric) {
   expect_generic([](ops::AttendParams& p) { p.max_logits = &number; });
 }
 
+TEST(AttendSelect, DenseBf16RowsByListHaveAKernel) {
+  alignas(16) static std::uint8_t row[16];
+  static const std::int32_t slot = 0;
+  static float number;
+  ops::AttendParams rows = make_params(4, 1, 64);
+  rows.layer = {};
+  rows.layer.num_kinds = 1;
+  rows.layer.kinds[0].rows_per_block = 32;
+  rows.layer.kinds[0].page = {Format::bf16, {512, 0}, {row, 32 * 1024, 1024}, {}, {}};
+  rows.step.tokens = nullptr;
+  rows.entry_slots = {&slot, 70, &slot, 1 << 20, 64};
+  rows.sink = rows.lse = rows.max_logits = &number;
+  for (const ops::LseMode mode : {ops::LseMode::all, ops::LseMode::rows}) {
+    rows.lse_mode = mode;
+    EXPECT_EQ(kernel_of(rows), AttendKernel::bf16_rows);
+    EXPECT_EQ(select_attend(rows, cuda::AttendGpu{}).kernel, AttendKernel::generic);
+  }
+  const auto expect_generic = [&](auto change) {
+    ops::AttendParams p = rows;
+    change(p);
+    EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+  };
+  expect_generic([](ops::AttendParams& p) { p.layer.kinds[0].page.payload.row_stride = 1040; });
+  expect_generic([](ops::AttendParams& p) { p.layer.kinds[0].page.payload.block_stride += 1024; });
+  expect_generic([](ops::AttendParams& p) { p.layer.kinds[0].page.payload.data = row + 8; });
+  expect_generic([](ops::AttendParams& p) { p.layer.kinds[0].page.format = Format::fp8_tile64; });
+  expect_generic([](ops::AttendParams& p) { p.layer.kinds[0].page.shape.width = 256; });
+  expect_generic([](ops::AttendParams& p) { p.q.dtype = DType::f32; });
+  expect_generic([](ops::AttendParams& p) { p.entry_slots.tokens_per_request = 2; });
+  expect_generic([](ops::AttendParams& p) { p.window_slots = {&slot, 1, nullptr}; });
+}
+
 TEST(AttendSelect, AListWorkspaceMakesForeignListsPlain) {
   static const std::int32_t slot = 0;
   alignas(256) static std::uint8_t workspace[256];
@@ -229,6 +263,65 @@ TEST(AttendSelect, ALongListIsCombinedInMemory) {
     EXPECT_EQ(kernel_of(p), AttendKernel::split_kv_in_memory);
     EXPECT_GT(select_attend(p, kH200).kv_splits, cuda::kMaxCluster);
   }
+}
+
+TEST(AttendSelect, ChunksThatMeetTheirRowsOftenAreStaged) {
+  ops::AttendParams p = make_params(1, 4096, 64);
+  add_workspace(p);
+  add_entries(p, Kind::csa, 131072);
+  EXPECT_NE(kernel_of(p), AttendKernel::staged) << "no room";
+  p.workspace_bytes += cuda::staged_rows(p).bytes;
+  EXPECT_EQ(kernel_of(p), AttendKernel::staged);
+  --p.workspace_bytes;
+  EXPECT_NE(kernel_of(p), AttendKernel::staged);
+  p.workspace_bytes += std::int64_t{300} << 20;
+  p.step.num_tokens = 256;
+  EXPECT_NE(kernel_of(p), AttendKernel::staged) << "each row is met five times";
+  p.step.max_length = 16384;
+  EXPECT_EQ(kernel_of(p), AttendKernel::staged) << "no request is as long as the table allows";
+  p.step.num_tokens = 255;
+  EXPECT_NE(kernel_of(p), AttendKernel::staged) << "too few tokens for a launch more";
+  p.step.num_tokens = 256;
+  p.step.num_items = 256;
+  EXPECT_NE(kernel_of(p), AttendKernel::staged) << "nothing is shared";
+  p = make_params(1, 4096, 64);
+  add_workspace(p);
+  p.workspace_bytes += std::int64_t{300} << 20;
+  EXPECT_EQ(kernel_of(p), AttendKernel::persistent_window) << "windows are read directly";
+}
+
+// Every chunk that would be staged with any workspace is staged with the one that a cache plans.
+TEST(AttendSelect, PlannedWorkspacesHaveRoomForStagedRows) {
+  CacheOptions o;
+  int staged = 0;
+  for (const char* model : {"v4-flash", "v4-pro"})
+    for (const int most : {512, 4096})
+      for (const int context : {1 << 13, 1 << 17, 1 << 20}) {
+        o.max_step_tokens = most;
+        o.max_context = context;
+        const ModelConfig config = model_preset(model);
+        std::int64_t planned = 0;
+        for (const MemoryPart& part : plan_memory(build_schema(config, o)).parts)
+          if (part.name == "attend workspace") planned = part.bytes;
+        for (const Kind kind : {Kind::csa, Kind::hca})
+          for (const int tokens : {200, 256, 512, 1024, 4096})
+            for (const int length : {1 << 12, 1 << 13, 1 << 16, 1 << 17, 1 << 20}) {
+              if (tokens > most || length > context || tokens > length) continue;
+              SCOPED_TRACE(testing::Message() << model << ", " << name_of(kind) << ", " << tokens << " of " << most
+                                              << " tokens, " << length << " of " << context);
+              ops::AttendParams p = make_params(1, tokens, 64);
+              add_entries(p, kind, context);
+              if (kind == Kind::csa) p.num_chosen = config.index_topk;
+              p.step.max_length = length;
+              add_workspace(p);
+              p.workspace_bytes = std::int64_t{1} << 40;
+              const bool pays = kernel_of(p) == AttendKernel::staged;
+              staged += pays ? 1 : 0;
+              p.workspace_bytes = planned;
+              EXPECT_EQ(kernel_of(p) == AttendKernel::staged, pays);
+            }
+      }
+  EXPECT_GE(staged, 50);
 }
 
 TEST(AttendSelect, PrefillsFollowFromSharedRows) {

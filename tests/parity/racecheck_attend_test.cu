@@ -100,6 +100,9 @@ std::vector<Shape> make_shapes() {
         unsplit_by(Kernel::single_pass_window, channels),
         "attend_single_pass_window<" + std::to_string(channels) + ">");
 
+  add("staged", short_tokens(5), unsplit_by(Kernel::staged), "attend_staged<true>");
+  add("staged_many", many_tokens(), unsplit_by(Kernel::staged), "attend_staged<true>");
+
   const auto add_small_batch = [&](int tokens_before, const cuda::AttendSplit& split, int fixed) {
     Case c = few_tiles(16);
     c.requests = {{tokens_before, 1}, {0, 0}};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kv4/error.h"
+#include "kv4/params.h"
 #include "kv4/schema.h"
 #include "support/narrow_model.h"
 
@@ -189,6 +190,37 @@ TEST(MemoryPlan, PartsAddUpAndAreNamed) {
   EXPECT_EQ(part("HCA state"), 4 * 204'800);
   EXPECT_EQ(part("draft windows"), 4 * 128 * 584);
   EXPECT_EQ(part("spare slots"), 2 * s.slot_bytes);
+}
+
+std::int64_t planned_attend_bytes(const ModelConfig& config, int step_tokens, std::int64_t context, Format format) {
+  CacheOptions o;
+  o.max_step_tokens = step_tokens;
+  o.max_context = context;
+  o.row_format = format;
+  for (const kv4::MemoryPart& part : kv4::plan_memory(build_schema(config, o)).parts)
+    if (part.name == "attend workspace") return part.bytes;
+  return 0;
+}
+
+TEST(MemoryPlan, HasRoomForTheStagedRowsOfAChunk) {
+  constexpr Format kTiles = Format::fp8_tile64;
+  constexpr std::int64_t kShort = 8192, kLong = 1 << 20, kWindow = 128;
+  const ModelConfig flash = kv4::model_preset("v4-flash"), pro = kv4::model_preset("v4-pro");
+  const std::int64_t partials = kv4::ops::attend_workspace_bytes();
+  const auto with_rows = [](std::int64_t tokens, std::int64_t entries) {
+    return kv4::ops::staged_attend_workspace_bytes(tokens, 1, kWindow, entries);
+  };
+  EXPECT_EQ(planned_attend_bytes(flash, 255, kShort, kTiles), 0) << "so few tokens do not stage";
+  EXPECT_EQ(planned_attend_bytes(flash, 255, kLong, kTiles), partials) << "of KV splits";
+  EXPECT_EQ(planned_attend_bytes(flash, 256, kShort, kTiles), with_rows(256, kShort / 4));
+  EXPECT_EQ(planned_attend_bytes(flash, 4096, kLong, kTiles), with_rows(4096, kLong / 4));
+  EXPECT_EQ(planned_attend_bytes(flash, 512, kLong, kTiles), with_rows(512, 512 * (128 + 512) / 8))
+      << "the tokens meet no more rows eight times";
+  EXPECT_EQ(planned_attend_bytes(pro, 512, kLong, kTiles), with_rows(512, 512 * (128 + 1024) / 8));
+  EXPECT_EQ(planned_attend_bytes(flash, 4096, kLong, Format::bf16), 0);
+  // 64 rows of zeros; windows that begin and end within a block; the entries; 4 bytes per token.
+  EXPECT_EQ(with_rows(4096, 262144) - partials, (64 + 4096 + 128 + 128 + 262144) * 1024 + 4 * 4096);
+  EXPECT_EQ(with_rows(300, 1) - partials, (64 + 576 + 64) * 1024 + 2048);
 }
 
 // --- options that are refused

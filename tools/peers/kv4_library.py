@@ -48,6 +48,7 @@ class Kv4:
             raise BadInput(f"cannot load kv4: {error}; build the target kv4_peer, or name the file with --kv4") from None
         for name in ("attend_struct_bytes", "index_struct_bytes", "attend_workspace_bytes", "index_workspace_bytes"):
             getattr(self.library, f"kv4_peer_{name}").restype = ctypes.c_int64
+        self.library.kv4_peer_attend_workspace_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         self.library.kv4_peer_index_workspace_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
         for name in ("refusal", "version"):
             getattr(self.library, f"kv4_peer_{name}").restype = ctypes.c_char_p
@@ -56,7 +57,7 @@ class Kv4:
                 raise BadInput(f"{path} is of another version of kv4 than this script")
         self.version = self.library.kv4_peer_version().decode()
         self.has_cuda = bool(self.library.kv4_peer_has_cuda())
-        self.attend_workspace_bytes = self.library.kv4_peer_attend_workspace_bytes()
+        self.attend_workspace_bytes = self.library.kv4_peer_attend_workspace_bytes
         self.index_workspace_bytes = self.library.kv4_peer_index_workspace_bytes
 
     def run(self, function, call):

@@ -34,6 +34,8 @@ enum class AttendKernel {
   persistent_window,   ///< persistent_window.cu: windows only, many tokens of few requests
   single_pass_window,  ///< single_pass_window.cu: windows only, one or two tokens per SM
   small_batch,         ///< small_batch.cu: few tokens
+  staged,              ///< staged.cu: many tokens; a pass of its own decodes the rows into bf16 before
+  bf16_rows,           ///< staged.cu: the caller's bf16 rows, by list
   generic,             ///< generic.cu: any format, width, type and GPU
 };
 
@@ -102,6 +104,8 @@ cudaError_t launch_token_pair(const ops::AttendParams& params, const AttendSplit
 cudaError_t launch_persistent_window(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
 cudaError_t launch_single_pass_window(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
 cudaError_t launch_small_batch(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
+cudaError_t launch_staged(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
+cudaError_t launch_bf16_rows(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
 cudaError_t launch_generic(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
 
 /// Occupancy queries for attend_gpu().

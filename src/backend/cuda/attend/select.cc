@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backend/cuda/attend/kernels.h"
+#include "backend/cuda/attend/staged.cuh"
 #include "backend/cuda/runtime/aligned.h"
 
 namespace kv4::cuda {
@@ -24,12 +25,17 @@ bool can_read(const ops::RowPlanes& rows) {
           is_aligned(rows.payload, 16) && is_aligned(rows.scale, 8));
 }
 
-/// Whether the kernels for Hopper support the formats, types and sizes.
+/// Whether the kernels for Hopper support the queries and outputs.
+bool is_tiled(const AttendParams& p) {
+  return width_of(p) == kAttendWidth && p.q.dtype == DType::bf16 && is_aligned(p.q.data, 16) &&
+         p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) && p.inverse_rope.rope_dim <= kAttendTail &&
+         p.softmax_scale > 0.0f;
+}
+
+/// Whether all of them also support the rows, lists and further outputs.
 bool is_supported(const AttendParams& p) {
-  return width_of(p) == kAttendWidth && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
-         (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && p.q.dtype == DType::bf16 &&
-         is_aligned(p.q.data, 16) && p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) &&
-         p.inverse_rope.rope_dim <= kAttendTail && p.softmax_scale > 0.0f && !p.window_slots.foreign() &&
+  return is_tiled(p) && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
+         (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && !p.window_slots.foreign() &&
          !p.entry_slots.foreign() && p.lse_mode == ops::LseMode::all && p.max_logits == nullptr;
 }
 
@@ -71,6 +77,26 @@ bool runs_small_batch(const AttendParams& p, const AttendSplit& s) {
   const bool splits =
       std::has_single_bit(static_cast<unsigned>(s.kv_splits)) ? s.kv_splits <= kMaxCluster : s.kv_splits == kNineSplits;
   return is_supported(p) && compiled && splits && (s.kv_splits != kNineSplits || s.stages > 1);
+}
+bool is_by_step(const AttendParams& p) {
+  return p.step.tokens != nullptr && p.window_slots.slots == nullptr && p.entry_slots.slots == nullptr;
+}
+bool runs_staged(const AttendParams& p, const AttendSplit&) {
+  const ops::StepDesc& step = p.step;
+  const StagedRows rows = staged_rows(p);
+  return is_supported(p) && is_by_step(p) && step.num_items > 0 && step.num_items <= kMaxStagedItems &&
+         (step.items != nullptr || step.num_items == 1) && p.workspace != nullptr && is_aligned(p.workspace, 16) &&
+         rows.bytes / kStagedRowBytes <= INT32_MAX && ops::attend_workspace_bytes() + rows.bytes <= p.workspace_bytes;
+}
+bool runs_bf16_rows(const AttendParams& p, const AttendSplit&) {
+  const ops::KindDesc& kind = p.layer.kinds[0];
+  const ops::Plane& rows = kind.page.payload;
+  const bool is_dense =
+      rows.row_stride == kStagedRowBytes && rows.block_stride == std::int64_t{kind.rows_per_block} * kStagedRowBytes;
+  return is_tiled(p) && p.layer.num_kinds == 1 && kind.page.format == Format::bf16 &&
+         kind.page.shape.width == kAttendWidth && kind.rows_per_block >= 1 && is_dense && is_aligned(rows.data, 16) &&
+         p.entry_slots.slots != nullptr && p.entry_slots.tokens_per_request == 1 && p.window_slots.slots == nullptr &&
+         (p.step.tokens == nullptr || p.layer.window_tokens == 0);
 }
 bool runs_anything(const AttendParams&, const AttendSplit&) { return true; }
 
@@ -120,6 +146,8 @@ constexpr AttendKernelInfo kKernels[] = {
     {AttendKernel::persistent_window, "persistent window", runs_window, kWholeWindow, launch_persistent_window},
     {AttendKernel::single_pass_window, "single-pass window", runs_window, kSinglePassWindow, launch_single_pass_window},
     {AttendKernel::small_batch, "small batch", runs_small_batch, kSmallBatch, launch_small_batch},
+    {AttendKernel::staged, "staged", runs_staged, kWholeToken, launch_staged},
+    {AttendKernel::bf16_rows, "bf16 rows", runs_bf16_rows, kWholeToken, launch_bf16_rows},
     {AttendKernel::generic, "generic", runs_anything, {}, launch_generic},
 };
 constexpr bool is_indexed_by_kernel() {
@@ -180,6 +208,7 @@ class Selection {
     // Persistent CTAs are for many tokens of few requests. Measured with 1,024 tokens of one request; 128 requests of
     // one token each are slower with them.
     const bool for_persistent = !is_one_wave_ && shares_rows(p_.step);
+    if (for_persistent && meets_often()) return {{.kernel = AttendKernel::staged}, 0.0};
     if (sees_all(p_) && is_window(p_) && !for_persistent) return single_pass_window();
     const Candidate in_memory = best_in_memory(), in_cluster = best_in_cluster();
     const double cluster_time = kSplitKvStart + kSplitKvPerTokenRow * static_cast<double>(rows_);
@@ -195,6 +224,16 @@ class Selection {
     if (split.cta_pair) return split;
     if (!for_persistent) return rows_fit(kUnsplit[0]) ? whole(AttendKernel::unsplit) : split;
     return whole(sees_all(p_) && is_window(p_) ? AttendKernel::persistent_window : AttendKernel::persistent);
+  }
+
+  /// Whether the rows are read so often that a pass over them pays, which decodes them once.
+  bool meets_often() const {
+    if (p_.layer.num_kinds == 0) return false;  // windows alone: 218 us, not 190
+    if (p_.step.num_tokens < ops::kFewestStagedTokens || !runs_staged(p_, {})) return false;
+    const std::int64_t entries = std::min<std::int64_t>(
+        max_entries(p_), p_.chosen.data != nullptr ? p_.num_chosen : std::numeric_limits<std::int64_t>::max());
+    return p_.step.num_tokens * (p_.layer.window_tokens + entries) >=
+           ops::kFewestMeetings * (staged_rows(p_).bytes / kStagedRowBytes);
   }
 
   Candidate single_pass_window() const {
@@ -278,6 +317,8 @@ class Selection {
 std::span<const AttendKernelInfo> attend_kernels() { return kKernels; }
 
 AttendSplit select_attend(const AttendParams& p, const AttendGpu& gpu) {
+  constexpr AttendSplit kRows{.kernel = AttendKernel::bf16_rows};
+  if (gpu.is_sm90 && runs_bf16_rows(p, kRows)) return kRows;
   return gpu.is_sm90 && is_supported(p) ? Selection(p, gpu).best() : AttendSplit{};
 }
 

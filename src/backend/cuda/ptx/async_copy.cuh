@@ -26,6 +26,13 @@ __device__ void copy_async_or_zero(std::uint32_t to, const void* from, int bytes
   }
 }
 
+/// The same 16 bytes or zeros, with an L2 eviction policy (createpolicy).
+__device__ inline void copy_async16_or_zero(std::uint32_t to, const void* from, int bytes, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
+
 /// With an L2 eviction policy (createpolicy).
 template <int kBytes>
 __device__ void copy_async(std::uint32_t to, const void* from, std::uint64_t policy) {
@@ -37,6 +44,11 @@ __device__ void copy_async(std::uint32_t to, const void* from, std::uint64_t pol
                  "l"(policy)
                  : "memory");
   }
+}
+
+/// Arrives at the barrier, whose count includes this arrival, once all of the thread's copies so far are done (sm_80).
+__device__ inline void arrive_when_copied(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 /// The thread's copies since the last commit become a group.

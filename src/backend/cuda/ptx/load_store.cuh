@@ -95,6 +95,18 @@ enum class L2Priority {
   evict_first  ///< for rows: L2 keeps the decoded rows, which an engine's next kernel reads
 };
 
+/// Policies for instructions that take one.
+__device__ inline std::uint64_t evict_last_policy() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 /// 1, 4, 8 or 16 bytes, in the low bytes of the words; not through the read-only path.
 template <int kBytes, L2Priority kPriority>
 __device__ Words<4> load_global(const void* at) {

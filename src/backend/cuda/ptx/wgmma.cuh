@@ -101,17 +101,23 @@ __device__ void wgmma(float (&d)[kSize], std::uint64_t a, std::uint64_t b, bool 
 #endif
 }
 
-/// The same with A in registers: a [4].
+#define KV4_REGISTER_A_64(types)                                                             \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned." types  \
+               " {" KV4_32_NAMES "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"             \
+               : KV4_32(KV4_F, d, kAt)                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), \
+                 "n"(kTransposeB ? 1 : 0))
+
+/// The same with A in registers: a [4]. Of bf16: kN 64.
 template <MmaType kType, int kN, bool kTransposeB, int kAt = 0, int kSize>
 __device__ void wgmma(float (&d)[kSize], const std::uint32_t* a, std::uint64_t b, bool add) {
-  static_assert(kType == MmaType::fp16 && (kN == 64 || kN == 128) && kAt + kN / 2 <= kSize);
+  static_assert((kType == MmaType::fp16 && (kN == 64 || kN == 128)) || (kType == MmaType::bf16 && kN == 64));
+  static_assert(kAt + kN / 2 <= kSize);
 #if KV4_WGMMA
-  if constexpr (kN == 64)
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" KV4_32_NAMES
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
-        : KV4_32(KV4_F, d, kAt)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeB ? 1 : 0));
+  if constexpr (kType == MmaType::bf16)
+    KV4_REGISTER_A_64("m64n64k16.f32.bf16.bf16");
+  else if constexpr (kN == 64)
+    KV4_REGISTER_A_64("m64n64k16.f32.f16.f16");
   else
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" KV4_64_NAMES
@@ -166,6 +172,7 @@ __device__ void wgmma(std::int32_t (&d)[64], const std::uint32_t (&a)[4], std::u
 #endif
 }
 
+#undef KV4_REGISTER_A_64
 #undef KV4_SHARED_A_128
 #undef KV4_SHARED_A_64
 #undef KV4_S
