@@ -57,7 +57,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/index/ranges.cu
   src/backend/cuda/move/copy.cu
   src/backend/cuda/move/gather.cu
-  src/backend/cuda/move/slots.cu
+  src/backend/cuda/move/slots_generic.cu
   src/backend/cuda/move/snapshot.cu
   src/backend/cuda/move/step_tables.cu
   src/backend/cuda/topk/dispatch.cu

@@ -17,6 +17,7 @@ constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_ke
 constexpr const char* kRacecheckCache[] = {"decode_kernel",      "prefill_kernel", "gather_rows",
                                            "gather_chosen_rows", "expand",         "copy_bulk"};
 /// Racecheck checks shared memory only, and these kernels have none.
-constexpr const char* kWithoutSharedMemory[] = {"save", "copy_tiles", "fold_spans", "stage_rows"};
+constexpr const char* kWithoutSharedMemory[] = {"save",       "copy_tiles", "fold_spans",         "stage_rows",
+                                                "copy_lists", "add_sinks",  "write_range_tables", "place_token_scores"};
 
 }  // namespace kv4::test
