@@ -49,7 +49,7 @@ inline std::vector<Case> all_cases(const BenchSettings& settings) {
 }
 
 struct ResidentMemory {
-  std::int64_t planned_bytes = 0, grown_bytes = 0;
+  std::int64_t planned_bytes = 0, grown_bytes = 0;  // planned: without workspaces of index scores and attend
 
   /// As a share of the plan.
   double difference() const {

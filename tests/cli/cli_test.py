@@ -76,7 +76,7 @@ def test_plan_weights():
     assert "With weights of 160" in text and "each of 4 GPUs" in text and "not counted" not in text, text
     refused(["plan", "--memory", "80GB", "--weights", "160GB", "--gpus", "2"], "--weights 160GB", "--gpus")
     text = ok("plan", "--gpus", "4", "--context", "1M").stdout
-    assert "weights are not counted" in text and "on each of 4 GPUs, spread evenly: 1.06 GB" in text, text
+    assert "weights are not counted" in text and "on each of 4 GPUs, spread evenly: 1.10 GB" in text, text
     refused(["plan", "--gpus", "0"], "--gpus")
     refused(["plan", "--weights", "lots"], "--weights", "lots")
     refused(["plan", "--memory", "9000000000GB", "--gpus", "4096"], "--memory", "too large")
