@@ -65,12 +65,12 @@ class Bench:
         return pages.as_strided((pages.shape[0], rows, 1, ROW), (pages.stride(0), ROW, ROW, 1))
 
     def key_pages(self, pages, rows, payload):
-        """[pages, rows * (payload + 4)] bytes; fp8: no NaN, and fp32 scales of 0.5 to 2."""
+        """[pages, rows * (payload + 4)] bytes; fp8: no NaN, the whole range of codes, and fp32 scales of 0.5 to 2."""
         torch = self.torch
         out = self.empty(pages, rows * (payload + 4), dtype=torch.uint8)
         if payload == KEY_WIDTH:
             some = min(pages, 4096)
-            keys = self.normal(some, rows * payload, dtype=torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
+            keys = self.full_range(self.normal(some, rows, payload, dtype=torch.float32)).view(some, rows * payload)
             scales = 0.5 + 1.5 * torch.rand(some, rows, generator=self.random, device=self.device)
             one = torch.cat((keys, scales.view(torch.uint8)), 1)
             for at in range(0, pages, some):
@@ -79,6 +79,11 @@ class Bench:
             out[:] = self.below(256, *out.shape).to(torch.uint8)
             out[:, rows * payload:] = (126 + self.below(3, pages, rows * 4)).to(torch.uint8)
         return out
+
+    def full_range(self, rows):
+        """Bytes of rows as e4m3, scaled as engines scale them: a row's largest code is that of 448."""
+        largest = rows.abs().amax(-1, keepdim=True)
+        return (rows * (448 / largest)).to(self.torch.float8_e4m3fn).view(self.torch.uint8)
 
     def records(self, rows, lengths, counts, firsts, slots, positions, long_step=False):
         """i32 [tokens, 8], StepRecord: row, length, count, first_token, read_slot, write_slot, position, block."""

@@ -56,8 +56,8 @@ class IndexData:
     def queries(self):
         """Bytes of fp8 queries, then of mxfp4 queries: one kernel writes both."""
         torch, bench = self.bench.torch, self.bench
-        fp8 = bench.normal(self.tokens * INDEX_HEADS * KEY_WIDTH, dtype=torch.float32).to(torch.float8_e4m3fn)
-        return torch.cat((fp8.view(torch.uint8), bench.below(256, self.tokens * INDEX_HEADS * KEY_WIDTH // 2).to(torch.uint8)))
+        fp8 = bench.full_range(bench.normal(self.tokens * INDEX_HEADS, KEY_WIDTH, dtype=torch.float32)).view(-1)
+        return torch.cat((fp8, bench.below(256, self.tokens * INDEX_HEADS * KEY_WIDTH // 2).to(torch.uint8)))
 
     def launch(self, i):
         return self.launches[i % self.sets]
