@@ -192,7 +192,7 @@ std::shared_ptr<ChunkStore::Impl::Region> ChunkStore::Impl::region_of(std::span<
     if (bytes.data() >= memory.data() && bytes.size() <= memory.size() &&
         bytes.data() - memory.data() <= std::ssize(memory) - std::ssize(bytes)) {
       ++region->uses;
-      return {region.get(), [region](Region*) { --region->uses; }};
+      return {region.get(), [used = region](Region*) { --used->uses; }};
     }
   }
   return nullptr;
