@@ -96,6 +96,7 @@ KV4_C_API void kv4_chunk_results_view_init(kv4_chunk_results_view* view, size_t 
 /* Fills in `size`, sizeof(kv4_chunk_store_report), and zeros. */
 KV4_C_API void kv4_chunk_store_report_init(kv4_chunk_store_report* report, size_t size);
 
+/* The store goes to *out; free it with kv4_chunk_store_free. */
 KV4_C_API kv4_status kv4_chunk_store_new(const kv4_chunk_store_options* options, kv4_chunk_store** out);
 /* Closes it, within close_limit_ms. NULL: nothing. */
 KV4_C_API void kv4_chunk_store_free(kv4_chunk_store* store);
@@ -113,10 +114,13 @@ KV4_C_API kv4_status kv4_chunk_store_put(kv4_chunk_store* store, const kv4_bytes
 KV4_C_API kv4_status kv4_chunk_store_get(kv4_chunk_store* store, const kv4_bytes* keys, const kv4_memory* pieces,
                                          const int64_t* num_pieces, int64_t count, const kv4_chunk_call* call,
                                          uint64_t* batch);
+/* Begins to ask which keys have a value. */
 KV4_C_API kv4_status kv4_chunk_store_exists(kv4_chunk_store* store, const kv4_bytes* keys, int64_t count,
                                             const kv4_chunk_call* call, uint64_t* batch);
+/* Begins to remove values. */
 KV4_C_API kv4_status kv4_chunk_store_remove(kv4_chunk_store* store, const kv4_bytes* keys, int64_t count,
                                             const kv4_chunk_call* call, uint64_t* batch);
+/* Begins to make durable what was put before. */
 KV4_C_API kv4_status kv4_chunk_store_flush(kv4_chunk_store* store, const kv4_chunk_call* call, uint64_t* batch);
 /* A kv4_chunk_presence for each key into out [count], at once and from memory. */
 KV4_C_API kv4_status kv4_chunk_store_look_up(const kv4_chunk_store* store, const kv4_bytes* keys, int64_t count,
@@ -126,6 +130,7 @@ KV4_C_API kv4_status kv4_chunk_store_event_fd(const kv4_chunk_store* store, int3
 /* Waits timeout_ms at most until a batch has ended; KV4_STOPPED: none has. batch 0: any, else that one. */
 KV4_C_API kv4_status kv4_chunk_store_take(kv4_chunk_store* store, uint64_t batch, int64_t timeout_ms,
                                           kv4_chunk_results** out);
+/* What a batch came to, into *out. */
 KV4_C_API kv4_status kv4_chunk_results_get_view(const kv4_chunk_results* results, kv4_chunk_results_view* out);
 /* NULL: nothing. */
 KV4_C_API void kv4_chunk_results_free(kv4_chunk_results* results);

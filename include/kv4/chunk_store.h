@@ -74,6 +74,7 @@ struct ChunkGet {
   std::span<const std::span<std::byte>> pieces = {};  // not empty: the value is scattered to these
 };
 
+/// A key: 1 to kMaxChunkKey bytes.
 using ChunkKey = std::span<const std::byte>;
 
 /// Of a batch.
@@ -95,6 +96,7 @@ enum class ChunkStatus : std::uint8_t {
 /// The enumerator's name.
 KV4_API const char* to_string(ChunkStatus status);
 
+/// What a batch does.
 enum class ChunkAction : std::uint8_t { put, get, exists, remove, flush };
 
 /// The end of a batch.
@@ -142,15 +144,22 @@ class KV4_API ChunkStore {
 
   // Each of these begins a batch and returns its number, above 0. Throws Error(bad_argument) for keys, values and
   // batches beyond the limits, before anything is done; Error(out_of_memory).
+
+  /// Begins to store values. Returns the batch's number.
   std::uint64_t put(std::span<const ChunkPut> chunks, const ChunkCall& call = {});
+  /// Begins to read values.
   std::uint64_t get(std::span<const ChunkGet> chunks, const ChunkCall& call = {});
+  /// Begins to ask which keys have a value.
   std::uint64_t exists(std::span<const ChunkKey> keys, const ChunkCall& call = {});
+  /// Begins to remove values.
   std::uint64_t remove(std::span<const ChunkKey> keys, const ChunkCall& call = {});
   /// After everything that was begun before.
   std::uint64_t flush(const ChunkCall& call = {});
+  /// As above.
   std::uint64_t put(std::initializer_list<ChunkPut> chunks, const ChunkCall& call = {}) {
     return put(std::span(chunks.begin(), chunks.size()), call);
   }
+  /// As above.
   std::uint64_t get(std::initializer_list<ChunkGet> chunks, const ChunkCall& call = {}) {
     return get(std::span(chunks.begin(), chunks.size()), call);
   }
@@ -173,6 +182,7 @@ class KV4_API ChunkStore {
   /// Ends the open batches, flushes and closes the tiers; one answer per tier. Batches that do not end by then fail.
   /// Later calls are refused and miss.
   std::vector<tier::FlushStatus> close(tier::Deadline until);
+  /// What has happened so far.
   ChunkStoreReport report() const;
 
   struct Impl;  // the library's own

@@ -440,6 +440,7 @@ struct KeyRanges {
   const std::int32_t* ends = nullptr;    // [tokens] instead of lens
   std::int32_t max_keys = 0;             // limit of all of these: what the scores and the block table have room for
 
+  /// A number of keys between 0 and max_keys.
   KV4_HD std::int32_t clamp(std::int64_t keys) const {
     return keys < 0 ? 0 : keys < max_keys ? static_cast<std::int32_t>(keys) : max_keys;
   }
@@ -474,9 +475,11 @@ struct RangeTablesParams {
     const std::int32_t id = page_ids[i / table_width * page_id_stride + i % table_width];
     return id >= 0 && id < num_pages ? id : 0;
   }
+  /// Entries of the block table.
   KV4_HD std::int64_t table_entries() const {
     return block_table == nullptr ? 0 : std::int64_t{table_rows} * table_width;
   }
+  /// The record of a token.
   KV4_HD StepRecord record(std::int64_t token) const {
     const std::int32_t each = ranges.ends != nullptr ? ranges.num_tokens : ranges.tokens_per_request;
     StepRecord r;
@@ -502,6 +505,7 @@ struct PlaceScoresParams {
   std::int32_t num_logits = 0;  // of a token
   bool is_compact = false;      // logit 0 is of the first key that the token sees; not in place
 
+  /// Whether logits take the place of scores.
   KV4_HD bool in_place() const { return logits.data == scores; }
 };
 
