@@ -293,8 +293,9 @@ TEST(ChunkStoreOpened, DurableAfterSigkill) {
         ASSERT_FALSE(surely) << "key " << k;
         continue;
       }
-      const auto found = std::find_if(may.begin(), may.end(),
-                                      [&](std::int64_t v) { return value_of(static_cast<std::uint64_t>(v)) == value; });
+      const auto found = std::find_if(may.begin(), may.end(), [&stored = value](std::int64_t v) {
+        return value_of(static_cast<std::uint64_t>(v)) == stored;
+      });
       ASSERT_NE(found, may.end()) << "key " << k;
       settled[k] = *found;
     }

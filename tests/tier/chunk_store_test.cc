@@ -609,8 +609,8 @@ void run_against_a_map(std::uint64_t seed) {
     Store again({disk_tier(disk)});
     for (std::int64_t k = 0; k < kKeys; ++k) {
       const auto [status, bytes] = again.get(key_of(k));
-      const auto fits = [&](std::int64_t v) {
-        return v < 0 ? status != ChunkStatus::ok : status == ChunkStatus::ok && bytes == value(v);
+      const auto fits = [&value, is_there = status == ChunkStatus::ok, &stored = bytes](std::int64_t v) {
+        return v < 0 ? !is_there : is_there && stored == value(v);
       };
       const auto found = std::find_if(may[k].begin(), may[k].end(), fits);
       ASSERT_NE(found, may[k].end()) << "key " << k << ", life " << life << ", status " << to_string(status)
