@@ -38,10 +38,11 @@ bool shares_keys(const ops::StepDesc& step) {
   return step.num_items > 0 && step.num_tokens >= kFewest * step.num_items;
 }
 
+/// Whether tokens can be scored in groups, and there is room for what is prepared for them.
 bool fits_groups(const TokenTile& tile, const DeviceFacts& device) {
-  return tile.queries != nullptr && is_aligned(tile.queries, tile.query_stride, 16) &&
-         tile.query_stride >= kPreparedTokenBytes && shares_keys(tile.p.step) &&
-         device.num_sms <= kMaxGroupCtas && total_kv_tiles(tile) < kMaxGroupTiles && TwoWarpgroups::kStep % tile.kind().rows_per_block == 0;
+  return shares_keys(tile.p.step) && tile.queries != nullptr && is_aligned(tile.queries, tile.query_stride, 16) &&
+         tile.query_stride >= kPreparedTokenBytes && device.num_sms <= kMaxGroupCtas &&
+         total_kv_tiles(tile) < kMaxGroupTiles && TwoWarpgroups::kStep % tile.kind().rows_per_block == 0;
 }
 
 /// The tile with room for the largest scales, behind what token groups prepare, and for the group maxima behind them.

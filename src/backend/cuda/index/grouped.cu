@@ -57,7 +57,7 @@ struct Mxfp4 {
   using Operand = mxfp4::Operand;
   static constexpr int kHeadLanes = mxfp4::kGroups;
   static constexpr MmaType kMma = MmaType::s8;
-  static constexpr bool kIsExact = true;
+  static constexpr bool kMendsOutOfRange = true;  // by exact scores
 
   struct Tables {
     mxfp4::Lookup lookups[mxfp4::kLookups];
@@ -159,6 +159,15 @@ struct Fp8Keys {
     __device__ float factor_of(int lane) const { return codec::bits_float(__shfl_sync(kAllLanes, of_own_key, lane)); }
   };
   __device__ static float relu(float product) { return kv4::cuda::relu(product); }
+
+  /// A lane's part of a head, encoded as keys are.
+  __device__ static QueryPart make_query(const TokenTile& tile, int token, int head, int part) {
+    RawChannels<kLaneChannels> raw[1];
+    Fp8QueryAddress(tile, token, head, part).load(tile.p, raw);
+    QueryPart query[1];
+    make_queries(tile, raw, query);
+    return query[0];
+  }
 };
 
 /// Raw fast scores, as of fp8_raw.cu.
@@ -170,14 +179,10 @@ struct Fp8 : Fp8Keys {
   };
   using Operand = fp8::Operand;
   static constexpr MmaType kMma = MmaType::e4m3;
-  static constexpr bool kIsExact = true;
+  static constexpr bool kMendsOutOfRange = true;
 
   __device__ static bool prepare(Queries& to, const TokenTile& tile, int token, int head, int part) {
-    RawChannels<kLaneChannels> raw[1];
-    Fp8QueryAddress(tile, token, head, part).load(tile.p, raw);
-    QueryPart query[1];
-    make_queries(tile, raw, query);
-    const QueryPart& q = query[0];
+    const QueryPart q = make_query(tile, token, head, part);
     const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -219,14 +224,10 @@ struct Fp8Candidates : Fp8Keys {
   };
   using Operand = std::uint32_t[kMatrixSteps][4];
   static constexpr MmaType kMma = MmaType::fp16;
-  static constexpr bool kIsExact = false;
+  static constexpr bool kMendsOutOfRange = false;  // the selection does
 
   __device__ static bool prepare(Queries& to, const TokenTile& tile, int token, int head, int part) {
-    RawChannels<kLaneChannels> raw[1];
-    Fp8QueryAddress(tile, token, head, part).load(tile.p, raw);
-    QueryPart query[1];
-    make_queries(tile, raw, query);
-    put_fp16_query(to, query[0], head, part);
+    put_fp16_query(to, make_query(tile, token, head, part), head, part);
     return true;
   }
 
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (thread == 0) {
     to.scored = tile.scored(record);
     to.in_range = in_range;
-    if constexpr (!Format::kIsExact) {
+    if constexpr (!Format::kMendsOutOfRange) {
       tile.largest_scales(token)->of_split[0] = 0;
       tile.largest_scales(token)->splits = 1;
     }
@@ -415,8 +416,8 @@ __global__ void __launch_bounds__(Cta::kThreads, 1)
   const bool always = pages.block_shift >= 0;
   const std::uint64_t queries = operand_of(s.q[0][0][0]);
   const std::uint32_t weights = shared_address(s.weights) + static_cast<std::uint32_t>(sizeof(Weights) / 4) * c;
-  const std::int64_t pair_stride = kProductTokens * tile.score_stride;       // from the rows of a product to the next's
-  const std::int64_t pair_bytes = kProductTokens * tile.query_stride;  // the same of their maxima
+  const std::int64_t pair_stride = kProductTokens * tile.score_stride;  // from the rows of a product to the next's
+  const std::int64_t pair_bytes = kProductTokens * tile.query_stride;   // the same of their maxima
   int phase = 0;
 #pragma unroll 1
   for (int index = start.group; index < end.group || (index == end.group && end.kv_tile > 0); ++index) {
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(Cta::kThreads, 1)
 
     const int kv_tiles = __shfl_sync(kAllLanes, kv_tiles_of_warpgroup<Cta>(assignment, warp / 4), 0);
     int first_out_of_range = kv_tiles;
-    Number first[64], second[64] = {};  // products of the halves of a KV tile
+    Number first[64], second[64] = {};   // products of the halves of a KV tile
     typename Format::Operand low, high;  // the halves
     std::uint32_t largest = 0;           // scale, as bits
     typename Format::Scales scales;
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(Cta::kThreads, 1)
       stage = keys.wait_next();
       scales = typename Format::Scales(keys.scales());
       const bool is_seen = keys.first_key(i) + static_cast<int>(Keys::own_key()) < group.scored;
-      if constexpr (!Format::kIsExact) {
+      if constexpr (!Format::kMendsOutOfRange) {
         if (is_seen) largest = max(largest, scales.are_out_of_range() ? kOutOfRangeScale : scales.of_own_key);
       } else if (__any_sync(kAllLanes, is_seen && scales.are_out_of_range())) {
         first_out_of_range = min(first_out_of_range, i);
@@ -558,7 +559,7 @@ __global__ void __launch_bounds__(Cta::kThreads, 1)
     wait_for_all_copies();
     phase ^= 1;
     __syncwarp();
-    if constexpr (Format::kIsExact) {
+    if constexpr (Format::kMendsOutOfRange) {
       if (first_out_of_range < kv_tiles || !in_range)
         score_out_of_range(s, tile, pages, group, keys.first_key(0), kv_tiles, first_out_of_range);
     } else {
@@ -574,7 +575,7 @@ cudaError_t launch_groups(const TokenTile& tile, const DeviceFacts& device, cuda
   const unsigned ctas = static_cast<unsigned>(std::min(device.num_sms, kMaxGroupCtas));
   static_assert(sizeof(Shared) <= 227 << 10);
   static_assert(sizeof(PreparedToken<typename Format::Queries>) <=
-                (Format::kIsExact ? kPreparedTokenBytes : kPreparedCandidateBytes));
+                (Format::kMendsOutOfRange ? kPreparedTokenBytes : kPreparedCandidateBytes));
   const cudaError_t status = launch(prepare_groups<Format, kGroupTokens>, static_cast<unsigned>(tile.count) + 1,
                                     kPrepareThreads, stream, tile, ctas);
   if (status != cudaSuccess) return status;

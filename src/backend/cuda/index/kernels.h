@@ -21,7 +21,8 @@ enum class IndexKernel {
   mxfp4,           // mxfp4.cu: scores
   mxfp4_groups,    // grouped.cu: scores, several tokens at a time
   fp8_groups,      // grouped.cu: fast scores, several tokens at a time
-  fp8_candidate_groups,  // grouped.cu: scores for a rescoring selection, several tokens at a time
+  // grouped.cu: scores for a rescoring selection, several tokens at a time
+  fp8_candidate_groups,
   generic,         // generic.cu: scores, two launches
 };
 
